@@ -1,0 +1,79 @@
+"""Every error that Oncebox raises, in one tree.
+
+    OnceboxError
+    ├─ UsageError                 the caller can mend it; also a ValueError
+    │  ├─ InvalidEvent            an event that breaks the model; names the field
+    │  ├─ DuplicateEvent          an `event_id` that the store has already (EM-02)
+    │  ├─ NotInTransaction        an event written outside a transaction: the dual-write hazard
+    │  ├─ InvalidSetting          a setting that is wrong by itself or against another
+    │  └─ UnknownStore            no store is registered for the URL's scheme
+    └─ StoreError                 the store refused or could not be reached
+       ├─ StoreUnavailable        it does not answer; the same call may pass later
+       ├─ ForbiddenWrite          the database refused a write that breaks the lifecycle (LC-01, LC-20, EM-24)
+       └─ SchemaError
+          ├─ SchemaMissing        run `oncebox init`
+          ├─ SchemaOutdated       run `oncebox migrate`
+          └─ SchemaTooNew         upgrade oncebox
+
+What is expected in a relay's day (a lost lease, a refused finalize) is a value, not an exception.
+"""
+
+
+class OnceboxError(Exception):
+    """The base of all errors raised by Oncebox."""
+
+
+class UsageError(OnceboxError, ValueError):
+    """Something the caller gave is wrong; nothing was written."""
+
+
+class InvalidEvent(UsageError):
+    """An event that breaks the model; `field` names the part that is wrong."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
+class DuplicateEvent(UsageError):
+    """The store holds an event with this id already, or it was given twice (EM-02)."""
+
+
+class NotInTransaction(UsageError):
+    """The handle would commit each statement by itself, so event and business row could part ways."""
+
+
+class InvalidSetting(UsageError):
+    """A setting that is wrong by itself, or that contradicts another."""
+
+
+class UnknownStore(UsageError):
+    """No store is registered for the scheme of this URL."""
+
+
+class StoreError(OnceboxError):
+    """The store refused a request or could not carry it out."""
+
+
+class StoreUnavailable(StoreError):
+    """The store does not answer; what was asked may or may not have happened."""
+
+
+class ForbiddenWrite(StoreError):
+    """The database itself refused a write that the lifecycle forbids."""
+
+
+class SchemaError(StoreError):
+    """The database does not hold the schema that this version of Oncebox works with."""
+
+
+class SchemaMissing(SchemaError):
+    """The database has no Oncebox schema."""
+
+
+class SchemaOutdated(SchemaError):
+    """The database's schema is older than this version of Oncebox needs."""
+
+
+class SchemaTooNew(SchemaError):
+    """The database's schema was written by a newer Oncebox."""

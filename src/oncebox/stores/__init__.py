@@ -1,0 +1,1 @@
+"""The stores: every line of SQL lives here and only here."""

@@ -1,0 +1,326 @@
+"""The contract that every store keeps.
+
+A store is proven by `oncebox.testing.StoreConformance` and found by the entry point group `oncebox.stores`, whose
+name is the scheme of its URLs. It is one object with three faces: *delivery* (what a relay calls), *operations* (what
+an operator calls) and *control* (rows that relays and operators share). All times are decided by the database's clock.
+A store object may be used by several threads.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any, ClassVar, Self
+from uuid import UUID
+
+from ..config import Budget, Control
+from ..event import Claim, NewEvent, Record, State, Verdict
+
+LEASE_RENEWALS = 3  # a claim ends at this many leases, however often it is renewed (LR-051)
+SUSPECT_DIVISOR = 8  # the events of an expired claim of n come back in claims of n / 8 at most, at last alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a store can promise beyond the contract; the conformance kit asks for no more."""
+
+    ordering: bool = True  # SC-11: a key is in one hand at a time
+    server: bool = False  # has a clock and processes of its own
+    kill_safe: bool = True  # what it confirmed survives kill -9 of every process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reaped:
+    """One lease that the reaper ended."""
+
+    token: UUID
+    claimed_by: str
+    recovered: int  # events that went back to PENDING
+    died: int  # events whose budget was spent (Reconciled 7)
+    overdue: timedelta  # how long past `locked_until`
+
+
+class Order(StrEnum):
+    """The order in which `find` returns events; a request for one is honoured (SC-13)."""
+
+    OLDEST = "oldest"
+    NEWEST = "newest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """Which events an operator means; every part that is given must fit. Times are half-open: from ≤ t < to."""
+
+    event_ids: Sequence[UUID] = ()
+    states: Collection[State] = ()
+    event_types: Collection[str] = ()
+    ordering_key: str | None = None
+    created_from: datetime | None = None
+    created_to: datetime | None = None
+    eligible: bool = False  # only what a claim could take now (SC-04)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """The store at one moment."""
+
+    states: Mapping[State, int]
+    delayed: int  # PENDING, and not yet due
+    suspect: int  # PENDING after an expired claim
+    blocked_keys: int  # keys held back by a DEAD event
+    oldest_pending: timedelta | None  # age of the oldest eligible event
+    oldest_claim: timedelta | None  # age of the oldest claim
+    expired_claims: int
+    workers: int
+    paused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Killed:
+    """An event that an operator moved to DEAD; one that was CLAIMED may have been sent (Reconciled 13)."""
+
+    event_id: UUID
+    was: State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One batch of a long operation: how many events changed, and where the next batch goes on."""
+
+    count: int
+    last_seq: int
+    done: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEntry:
+    """What an operator did: who, when, what, why, how many."""
+
+    audit_id: int
+    at: datetime
+    who: str
+    action: str
+    why: str | None
+    what: Mapping[str, Any]
+    affected: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """A process that gives signs of life; `worker_id` is unique among the living and the dead (LR-032)."""
+
+    worker_id: str
+    kind: str  # "relay", "reaper", …
+    host: str
+    pid: int
+    started_at: datetime | None = None
+    seen_at: datetime | None = None
+    silent_for: timedelta | None = None  # by the database's clock
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migration:
+    """One numbered change of the schema."""
+
+    number: int
+    name: str
+    sql: str
+
+
+class OutboxStore(ABC):
+    """Where events live from birth to the end of their retention."""
+
+    capabilities: ClassVar[Capabilities]
+
+    # --- life of the store itself --------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def open(cls, url: str, *, check_schema: bool = True) -> Self:
+        """Connect to the store that `url` names.
+
+        Raises `SchemaMissing`, `SchemaOutdated` or `SchemaTooNew`, naming the command that helps, unless
+        `check_schema` is off; `StoreUnavailable` when it does not answer; `InvalidSetting` for a URL it can't read.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give all connections back; safe to call twice."""
+
+    @abstractmethod
+    def pending_migrations(self) -> list[Migration]:
+        """The migrations that `migrate` would run, in order."""
+
+    @abstractmethod
+    def migrate(self) -> list[Migration]:
+        """Bring the schema to this version; return what ran. Safe to run twice, and from two places at once."""
+
+    # --- delivery ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def append(self, events: Sequence[NewEvent]) -> None:
+        """Persist all the events in one durable transaction, or none of them (SC-01).
+
+        Each is born PENDING, unclaimed, with no attempt (LC-20). An id that is there already is `DuplicateEvent`, and
+        nothing changes (EM-02).
+        """
+
+    @abstractmethod
+    def claim(
+        self,
+        *,
+        worker: str,
+        limit: int,
+        lease: timedelta,
+        budget: Budget | None = None,
+        bytes_max: int | None = None,
+    ) -> list[Claim]:
+        """Take up to `limit` eligible events for `lease`; never more, perhaps fewer (SC-03).
+
+        Sets `attempts` + 1, `claimed_by` = `worker`, `claimed_at`, `locked_until`, `lock_token` (new for every claim,
+        one for all events of a call), all in one durable step. No event is handed to two callers at once (SC-05).
+        Eligible: SC-04. With `bytes_max`, the payloads taken together stay within it, unless the first alone is larger.
+
+        Events with an ordering key come oldest first within their key, and a key is in one hand at a time (SC-11):
+        nobody gets an event of a key while an earlier one is claimed, waits for its retry, or is DEAD under the policy
+        `block`. Events of an expired claim come in ever smaller claims, at last alone (Reconciled 5). `budget` is
+        written down with the claim for the reaper. Results are sorted by `seq`.
+        """
+
+    @abstractmethod
+    def renew(self, *, worker: str, tokens: Collection[UUID], lease: timedelta) -> frozenset[UUID]:
+        """Extend these leases to now + `lease`, and note that `worker` is alive, in one step; return the tokens lost.
+
+        Lost: unknown, finalized, reaped, expired (Reconciled 10), or as old as three times the lease it was claimed
+        with (LR-051). No renewal reaches beyond that age. The cost does not grow with the events of a claim.
+        """
+
+    @abstractmethod
+    def finalize(self, verdicts: Sequence[tuple[Claim, Verdict]]) -> list[Claim]:
+        """Write what became of these claims, in one durable step for each token; return those that were refused.
+
+        Refused: the token no longer holds that event (LR-003). A refused event is not touched; the others are. Claims
+        that are not named stay held. An expired claim that nobody reaped is accepted (Reconciled 10).
+
+        - `Published`: PUBLISHED, sets `published_at`; clears the claim.
+        - `Retry`: PENDING, sets `available_at` = now + delay and `last_error`; `failures` + 1 if charged.
+        - `Released`: PENDING; `available_at` = now + delay if there is one, else none.
+        - `Dead`: DEAD, sets `last_error`; `failures` + 1 if charged. Under `Control.on_dead` = block, an event with
+          an ordering key then blocks its key until it is replayed, or the key is unblocked.
+        """
+
+    @abstractmethod
+    def reap(self, *, limit: int = 100, worker: str | None = None) -> list[Reaped]:
+        """End up to `limit` leases that have expired, or, given a `worker`, all that it holds, expired or not.
+
+        Their events go back to PENDING, eligible at once (EM-20, LR-021), as suspects: see `claim`. An event that was
+        claimed alone, as a suspect, is charged one failure; if that spends the budget of its claim it goes DEAD
+        (Reconciled 5, 7). `last_error` says that the lease expired, of whom, and for how long.
+        """
+
+    # --- operations: each runs under an audit entry, in the transaction of the change ------------------------------
+
+    @abstractmethod
+    def find(
+        self, query: Query | None = None, *, limit: int = 100, order: Order = Order.OLDEST, after: int | None = None
+    ) -> list[Record]:
+        """Up to `limit` events that fit, by `seq` in the order asked for; `after` is the last `seq` of a former page."""
+
+    @abstractmethod
+    def stats(self) -> Stats:
+        """Counts of each state, and what an operator looks at first."""
+
+    @abstractmethod
+    def begin_audit(self, *, who: str, action: str, why: str | None, what: Mapping[str, Any]) -> int:
+        """Write down an operator's action before it changes anything; what changes adds to its `affected`."""
+
+    @abstractmethod
+    def audit(self, *, limit: int = 100) -> list[AuditEntry]:
+        """The latest operator actions, newest first."""
+
+    @abstractmethod
+    def replay(self, query: Query, *, limit: int, after: int, audit_id: int) -> Step:
+        """Return the next `limit` terminal events that fit, with `seq` above `after`, to PENDING, oldest first (LC-11).
+
+        `replays` + 1, `failures` = 0, `published_at` cleared; `attempts`, `last_error` and `event_id` stay; what was
+        published before stays readable as history (Reconciled 4, 6, 12). Events of a key keep their order. A key that
+        the event blocked is free again.
+        """
+
+    @abstractmethod
+    def kill(self, event_ids: Sequence[UUID], *, reason: str, audit_id: int) -> list[Killed]:
+        """Move these PENDING or CLAIMED events to DEAD, which fences a holder (Reconciled 13); others are passed over.
+
+        An operator's kill never blocks the key, whatever `Control.on_dead` says: the operator has decided.
+        """
+
+    @abstractmethod
+    def reschedule(self, event_ids: Sequence[UUID], *, delay: timedelta, audit_id: int) -> list[UUID]:
+        """Make these PENDING events eligible at now + `delay`; return those that changed."""
+
+    @abstractmethod
+    def unblock(self, ordering_key: str, *, audit_id: int) -> bool:
+        """Let the events behind a DEAD one go on; false if the key was not blocked."""
+
+    @abstractmethod
+    def prune(
+        self, *, published_after: timedelta | None, dead_after: timedelta | None, limit: int, audit_id: int
+    ) -> Step:
+        """Delete up to `limit` events that have been PUBLISHED or DEAD for longer than this.
+
+        Never one that is not terminal (LC-20), never one that a registered reader has not passed, and never a DEAD one
+        that blocks its key.
+        """
+
+    # --- control ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def control(self) -> Control:
+        """The settings that operators changed at runtime."""
+
+    @abstractmethod
+    def set_control(self, control: Control, *, audit_id: int) -> None:
+        """Replace them; every relay sees it at its next look."""
+
+    @abstractmethod
+    def sign_on(self, worker: Worker) -> None:
+        """Enter a worker among the living; a `worker_id` that is alive already is `InvalidSetting` (LR-032)."""
+
+    @abstractmethod
+    def sign_off(self, worker_id: str) -> None:
+        """Strike a worker off; its leases are not touched."""
+
+    @abstractmethod
+    def workers(self) -> list[Worker]:
+        """All workers that signed on and not off, the longest silent first."""
+
+    @abstractmethod
+    def set_reader(self, name: str, position: str | None = None) -> str:
+        """Register a reader of the event log, or move it; return its position. None: all that is committed now.
+
+        `prune` keeps whatever a reader has not passed. A position is opaque text that the store gave out.
+        """
+
+    @abstractmethod
+    def forget_reader(self, name: str) -> bool:
+        """Strike a reader off, so that `prune` waits for it no longer."""
+
+    @abstractmethod
+    def readers(self) -> Mapping[str, str]:
+        """The registered readers and their positions."""
+
+    @abstractmethod
+    def verify(self) -> list[str]:
+        """Look for events that break an invariant (in no state or in two, a hold without a claim): one line for each."""
+
+
+_PASSWORD = re.compile(r"(?<=://)([^/?#@:]*):[^/?#]*@")
+_SECRET_OPTION = re.compile(r"([?&][^=&]*(?:password|secret|token|key)[^=&]*=)[^&#]*", re.IGNORECASE)
+
+
+def hidden_password(url: str) -> str:
+    """The URL with its password, and any secret among its options, replaced: for messages and logs."""
+    return _SECRET_OPTION.sub(r"\1***", _PASSWORD.sub(r"\1:***@", url))

@@ -1,0 +1,41 @@
+"""Reads the SQL that ships with a store: named blocks, and numbered migrations."""
+
+import re
+from functools import cache
+from importlib import resources
+
+from ..errors import SchemaMissing, SchemaOutdated, SchemaTooNew
+from .base import Migration
+
+_BLOCK = re.compile(r"^-- name: (\w+)\n", re.MULTILINE)
+
+
+@cache
+def blocks(file: str) -> dict[str, str]:
+    """The blocks of a `.sql` file beside this module, each under the name of its `-- name:` line."""
+    text = (resources.files(__package__) / file).read_text("utf-8")
+    _, *parts = _BLOCK.split(text)
+    return {name: body.strip().rstrip(";") for name, body in zip(parts[::2], parts[1::2], strict=True)}
+
+
+@cache
+def migrations(dialect: str) -> tuple[Migration, ...]:
+    """The migrations of a dialect in order; file names are `0001_what_it_does.sql`."""
+    folder = resources.files(__package__) / "migrations" / dialect
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".sql")), key=lambda file: file.name)
+    found = tuple(
+        Migration(number=int(file.name[:4]), name=file.name[5:-4], sql=file.read_text("utf-8")) for file in files
+    )
+    assert [migration.number for migration in found] == list(range(1, len(found) + 1)), "migrations must be 1, 2, 3, …"
+    return found
+
+
+def check_version(dialect: str, version: int | None, place: str) -> None:
+    """Raise when the schema at `place` is missing, older or newer than the migrations of this dialect."""
+    newest = len(migrations(dialect))
+    if version is None:
+        raise SchemaMissing(f"{place} has no Oncebox schema; run `oncebox init --store URL` first")
+    if version < newest:
+        raise SchemaOutdated(f"{place} has schema {version}, this version needs {newest}; run `oncebox migrate`")
+    if version > newest:
+        raise SchemaTooNew(f"{place} has schema {version}, this version knows {newest}; upgrade oncebox")

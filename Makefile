@@ -1,0 +1,59 @@
+# Bare `make` lists the targets. Each one does all of its own set-up; needed: Python 3.11 or newer, and make.
+PYTHON ?= python3
+JOBS ?= 2
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+SOURCES := $(wildcard src tests benchmarks faults examples scripts)
+REQUIREMENTS := build/requirements.json
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench faults docs servers lock clean package dev
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: package ## run the small shop: orders and their events in one transaction, then list, kill, replay, stats
+	@$(RUN) examples/shop.py
+
+test: dev ## run every test against real servers, and write build/requirements.json and docs/conformance.md
+	@scripts/debian-packages pgbouncer=pgbouncer
+	@$(RUN) -m pytest -n $(JOBS) --dist worksteal --requirements $(REQUIREMENTS)
+	@$(RUN) -m oncebox.testing.requirements $(REQUIREMENTS) docs/requirements.md docs/conformance.md
+
+check: dev ## ruff, strict mypy, and the rule of who may import whom
+	@$(RUN) -m ruff check $(SOURCES)
+	@$(RUN) -m ruff format --check $(SOURCES)
+	@$(RUN) -m mypy $(SOURCES)
+	@$(RUN) -m pytest -q tests/test_layers.py
+
+bench: dev ## measure against the bare loops, as ratios in one run
+	@$(RUN) -m benchmarks
+
+faults: dev ## plant small breaks in a copy, and show which tests turn red
+	@$(RUN) -m faults
+
+docs: dev ## write docs/conformance.md from the last full test run, and check every link
+	@$(RUN) -m oncebox.testing.requirements $(REQUIREMENTS) docs/requirements.md docs/conformance.md
+	@$(RUN) scripts/links.py
+
+servers: dev ## start PostgreSQL and Valkey, print their URLs, stop them on Ctrl-C
+	@exec $(RUN) -m oncebox.testing.servers
+
+lock: package ## write requirements/*.lock anew from requirements/*.in
+	@$(PYTHON) scripts/environment.py lock
+	@for name in build lock dev; do \
+		(cd requirements && ../$(VENV)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
+			--generate-hashes --no-emit-index-url --no-header $$name.in --output-file $$name.lock) || exit 1; \
+	done
+	@! grep -n '://' requirements/*.lock
+
+clean: ## remove the virtual environment and everything built
+	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+package:
+	@$(PYTHON) scripts/environment.py build
+
+dev:
+	@$(PYTHON) scripts/environment.py build dev

@@ -1,0 +1,167 @@
+"""The commands that look and change nothing."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+
+from .. import clock
+from ..event import Record, State
+from ..stores.base import AuditEntry, Order, Stats
+from . import documents, tables, values
+from .call import FAILED, OK, Call, Refused, query
+from .tables import Column, Screen
+from .words import LIST_LIMIT
+
+SHOWN_BYTES = 4_096  # of a payload; `show --raw` writes all of it
+
+
+def list_events(call: Call) -> int:
+    """`list`: rows for people, an array for programs; either way read and written piece by piece."""
+    limit = call.args.limit or (values.ALL if call.args.json else LIST_LIMIT)
+    with call.operations() as operations:
+        order = Order.NEWEST if call.args.newest else Order.OLDEST
+        found = operations.find(query(call.args), limit=limit + 1, order=order, after=call.args.after)
+        for line in (_json_array if call.args.json else _event_table)(islice(found, limit), call):
+            print(line)
+        if next(found, None) is not None:
+            call.note(f"more than {limit:,} events fit; --limit N or --limit all shows more")
+    return OK
+
+
+def _json_array(records: Iterator[Record], _: Call) -> Iterator[str]:
+    held = ""
+    yield "["
+    for record in records:
+        if held:
+            yield held + ","
+        held = documents.written(documents.event(record))
+    yield held + "]"
+
+
+def _event_table(records: Iterator[Record], call: Call) -> Iterator[str]:
+    first = next(records, None)
+    if first is None:
+        call.note("no event fits")
+        return
+    columns = (
+        Column("EVENT ID"),
+        Column("STATE"),
+        Column("TYPE", least=12),
+        Column("KEY", least=8),
+        Column("AGE", right=True),
+        Column("TRIES", right=True, droppable=True),
+        Column("LAST ERROR", least=20, droppable=True),
+    )
+    now = clock.now()
+
+    def row(record: Record) -> tuple[str, ...]:
+        event = record.event
+        key, age = event.ordering_key or "", tables.age(now - event.created_at)
+        error = record.last_error or ""
+        return str(event.event_id), record.state, event.event_type, key, age, str(record.attempts), error
+
+    yield from tables.table(columns, (row(record) for record in chain([first], records)), call.screen)
+
+
+def show(call: Call) -> int:
+    """`show`."""
+    with call.operations() as operations:
+        record = operations.get(call.args.event_id)
+    if record is None:
+        raise Refused(f"there is no event {call.args.event_id} in {call.store}")
+    if call.args.raw:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(record.event.payload)
+        sys.stdout.buffer.flush()
+    else:
+        call.answer(documents.event(record), _event_lines(record, call.screen))
+    return OK
+
+
+def _event_lines(record: Record, screen: Screen) -> Iterator[str]:
+    document = documents.event(record)
+    payload = document.pop("payload"), document.pop("payload_base64", None)
+    order = ("event_id", "event_type", "state", *document)
+    yield from tables.fields(((name, _shown(document[name])) for name in dict.fromkeys(order)), screen)
+    yield screen.paint(f"payload ({len(record.event.payload):,} bytes)", "1")
+    yield from (f"  {line}" for line in _payload_lines(*payload))
+
+
+def _shown(value: object) -> str:
+    if value is None or value == {}:
+        return "–"
+    return tables.printable(documents.compact(value) if isinstance(value, dict) else str(value))
+
+
+def _payload_lines(payload: object, base64: str | None) -> list[str]:
+    text = payload if isinstance(payload, str) else documents.readable(payload)
+    if base64 is not None:
+        text = f"{base64[:SHOWN_BYTES]} (base64)"
+    lines = tables.printable_lines(text[:SHOWN_BYTES])
+    return lines if len(text) <= SHOWN_BYTES else [*lines, "… (--raw writes all of it)"]
+
+
+def stats(call: Call) -> int:
+    """`stats`."""
+    with call.operations() as operations:
+        found = operations.stats()
+    call.answer(documents.stats(found), _stats_lines(found, call.screen))
+    return OK
+
+
+def _stats_lines(found: Stats, screen: Screen) -> Iterator[str]:
+    rows = [(state, f"{found.states[state]:,}", ", ".join(_remarks(found, state))) for state in State]
+    columns = (Column("STATE"), Column("EVENTS", right=True), Column("", least=20, droppable=True))
+    yield from tables.table(columns, rows, screen)
+    relays = f"{found.workers} signed on" + (", paused: `oncebox resume` lets them go on" if found.paused else "")
+    yield f"workers: {relays}"
+
+
+def _remarks(found: Stats, state: State) -> Iterator[str]:
+    """What stands out among the events of a state."""
+    if state is State.PENDING:
+        if found.oldest_pending is not None:
+            yield f"oldest eligible for {tables.age(found.oldest_pending)}"
+        yield from (f"{n:,} {word}" for n, word in ((found.delayed, "delayed"), (found.suspect, "suspect")) if n)
+    if state is State.CLAIMED:
+        if found.oldest_claim is not None:
+            yield f"oldest claim {tables.age(found.oldest_claim)}"
+        if found.expired_claims:
+            yield f"{found.expired_claims:,} expired"
+    if state is State.DEAD and found.blocked_keys:
+        yield f"{found.blocked_keys:,} {'key' if found.blocked_keys == 1 else 'keys'} blocked"
+
+
+def audit(call: Call) -> int:
+    """`audit`."""
+    with call.operations() as operations:
+        entries = operations.audit(limit=call.args.limit)
+    call.answer([documents.entry(entry) for entry in entries], _audit_lines(entries, call))
+    return OK
+
+
+def _audit_lines(entries: Sequence[AuditEntry], call: Call) -> Iterator[str]:
+    if not entries:
+        call.note("no operator has acted yet")
+        return
+    columns = (
+        Column("AT"),
+        Column("WHO", least=12),
+        Column("ACTION"),
+        Column("EVENTS", right=True),
+        Column("WHY", least=12, droppable=True),
+        Column("WHAT", least=20, droppable=True),
+    )
+    rows = (
+        (tables.moment(e.at)[:19] + "Z", e.who, e.action, f"{e.affected:,}", e.why or "", documents.compact(e.what))
+        for e in entries
+    )
+    yield from tables.table(columns, rows, call.screen)
+
+
+def verify(call: Call) -> int:
+    """`verify`."""
+    with call.operations() as operations:
+        broken = operations.verify()
+    call.answer({"broken": broken}, broken or ["every invariant holds"])
+    return FAILED if broken else OK

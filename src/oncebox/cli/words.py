@@ -1,0 +1,352 @@
+"""The words of the command line: its commands, their options, help and examples, in the order of an operator's day.
+
+docs/reference/cli.md is made from `COMMANDS`.
+"""
+
+import argparse
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from ..config import STORE_DEFAULT, STORE_VARIABLE
+from . import values
+from .parser import Command, Parser, command_parser
+
+WHO_VARIABLE = "ONCEBOX_WHO"
+LIST_LIMIT = 100
+AUDIT_LIMIT = 20
+
+
+def build() -> tuple[Parser, dict[str, Parser]]:
+    """The whole parser, and that of each command."""
+    root = Parser(
+        prog="oncebox",
+        description="Look at the events of a transactional outbox, and act on them.",
+        epilog=_overview(),
+    )
+    root.add_argument("--version", action="version", version=f"oncebox {version('oncebox')}", help="show the version")
+    everywhere(root)
+    root.set_defaults(store=None, json=False, debug=False)
+    commands = root.add_subparsers(metavar="COMMAND", dest="command", required=True, help=argparse.SUPPRESS)
+    parsers = {command.name: command_parser(commands, command) for command in COMMANDS}
+    for parser in parsers.values():
+        everywhere(parser)
+    return root, parsers
+
+
+def _overview() -> str:
+    width = max(len(command.name) for command in COMMANDS)
+    lines = [f"{command.name:{width}}  {command.summary}" for command in COMMANDS]
+    hint = "`oncebox COMMAND --help` explains a command, with examples."
+    return "\n  ".join(["commands:", *lines]) + f"\n\n{hint}"
+
+
+def everywhere(parser: Parser) -> None:
+    """The options that stand before the command or after it."""
+    where = f"the store's URL (default: ${STORE_VARIABLE}, else {STORE_DEFAULT})"
+    parser.add_argument("--store", metavar="URL", default=argparse.SUPPRESS, help=where)
+    answer = "answer with one JSON document on standard output"
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=answer)
+    trace = "show the traceback of an error"
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=trace)
+
+
+# --- arguments that several commands share -------------------------------------------------------------------------
+
+
+def _audited(parser: Parser) -> None:
+    who = f"who acts, for the audit entry (default: ${WHO_VARIABLE}, else user@host)"
+    parser.add_argument("--who", metavar="NAME", help=who)
+    parser.add_argument("--why", metavar="TEXT", help="why, for the audit entry")
+
+
+def _asks(parser: Parser) -> None:
+    parser.add_argument("--yes", "-y", action="store_true", help="do not ask")
+
+
+def _dry_run(parser: Parser, what: str) -> None:
+    parser.add_argument("--dry-run", action="store_true", help=what)
+
+
+def _ids(parser: Parser, nargs: str) -> None:
+    ids = "event ids; - reads them from standard input"
+    parser.add_argument("event_ids", metavar="ID", nargs=nargs, type=values.event_ids, help=ids)
+
+
+def _filters(parser: Parser) -> None:
+    states = "in this state: PENDING, CLAIMED, PUBLISHED or DEAD; several with commas"
+    parser.add_argument("--state", metavar="STATE", type=values.states, action="extend", default=[], help=states)
+    event_type = "of this event type; may be repeated"
+    parser.add_argument("--type", metavar="TYPE", action="append", default=[], help=event_type)
+    parser.add_argument("--key", metavar="KEY", help="with this ordering key")
+    since = "created at or after this: a time ago, like 1h, or ISO 8601 (UTC unless it names its zone)"
+    parser.add_argument("--since", metavar="TIME", type=values.moment, help=since)
+    parser.add_argument("--until", metavar="TIME", type=values.moment, help="created before this; as --since")
+
+
+# --- the arguments of each command -----------------------------------------------------------------------------------
+
+
+def _migrate(parser: Parser) -> None:
+    _dry_run(parser, "print the SQL that would run, and run nothing")
+    _audited(parser)
+
+
+def _add(parser: Parser) -> None:
+    parser.add_argument("event_type", metavar="TYPE", help="the event type, like order.created")
+    payload = "the payload: text, - for standard input, @FILE for a file's bytes; empty if left out"
+    parser.add_argument("payload", metavar="PAYLOAD", nargs="?", default="", help=payload)
+    parser.add_argument("--key", metavar="KEY", help="the ordering key: events of one key are delivered in order")
+    parser.add_argument("--partition-key", metavar="KEY", help="the partition key, for the publisher's routing")
+    header = "a header that is sent along; may be repeated"
+    parser.add_argument("--header", metavar="NAME=VALUE", type=values.header, action="append", default=[], help=header)
+    content = "default: application/json if the payload is JSON, else text or bytes"
+    parser.add_argument("--content-type", metavar="TYPE", help=content)
+    parser.add_argument("--delay", metavar="TIME", type=values.duration, help="not to be claimed before, like 5m")
+    parser.add_argument("--id", metavar="ID", type=values.event_id, help="the event id (default: a new UUIDv7)")
+    _audited(parser)
+
+
+def _list(parser: Parser) -> None:
+    _filters(parser)
+    parser.add_argument("--eligible", action="store_true", help="only what a relay could claim now")
+    limit = f"how many at most, or all (default: {LIST_LIMIT}; with --json all)"
+    parser.add_argument("--limit", metavar="N", type=values.limit, help=limit)
+    parser.add_argument("--newest", action="store_true", help="newest first (default: oldest first)")
+    parser.add_argument("--after", metavar="SEQ", type=values.seq, help="go on behind this seq of a former page")
+
+
+def _show(parser: Parser) -> None:
+    parser.add_argument("event_id", metavar="ID", type=values.event_id, help="the event id")
+    parser.add_argument("--raw", action="store_true", help="write the payload's bytes, exactly, and nothing else")
+
+
+def _replay(parser: Parser) -> None:
+    _ids(parser, "*")
+    _filters(parser)
+    parser.add_argument("--all", action="store_true", help="every PUBLISHED and DEAD event, in place of a filter")
+    parser.add_argument("--rate", metavar="N/s", type=values.rate, help="at most so many a second, like 100/s or 30/m")
+    parser.add_argument("--after", metavar="SEQ", type=values.seq, default=0, help="go on behind an interrupted replay")
+    _dry_run(parser, "count what would be replayed, and change nothing")
+    _asks(parser)
+    _audited(parser)
+
+
+def _kill(parser: Parser) -> None:
+    _ids(parser, "+")
+    reason = "becomes the event's last_error (default: --why, or who did it)"
+    parser.add_argument("--reason", metavar="TEXT", help=reason)
+    _asks(parser)
+    _audited(parser)
+
+
+def _reschedule(parser: Parser) -> None:
+    _ids(parser, "+")
+    delay = "eligible after this time from now, like 10m"
+    parser.add_argument("--delay", metavar="TIME", type=values.duration, help=delay)
+    parser.add_argument("--now", action="store_true", help="eligible at once")
+    _audited(parser)
+
+
+def _unblock(parser: Parser) -> None:
+    parser.add_argument("ordering_key", metavar="KEY", help="the ordering key")
+    _audited(parser)
+
+
+def _prune(parser: Parser) -> None:
+    published = "delete what has been PUBLISHED for longer than this, like 7d"
+    parser.add_argument("--published-after", metavar="TIME", type=values.duration, help=published)
+    dead = "delete what has been DEAD for longer than this, like 30d"
+    parser.add_argument("--dead-after", metavar="TIME", type=values.duration, help=dead)
+    batch = "events in one transaction (default: 1000)"
+    parser.add_argument("--batch", metavar="N", type=values.count, default=1000, help=batch)
+    parser.add_argument("--rate", metavar="N/s", type=values.rate, help="at most so many a second, like 5000/s")
+    _dry_run(parser, "count what would be deleted, and change nothing")
+    _audited(parser)
+
+
+def _audit(parser: Parser) -> None:
+    limit = f"how many at most (default: {AUDIT_LIMIT})"
+    parser.add_argument("--limit", metavar="N", type=values.count, default=AUDIT_LIMIT, help=limit)
+
+
+def _settings(parser: Parser) -> None:
+    change = f"settings to change: {', '.join(values.SETTINGS)}; the value {values.UNSET} takes a change back"
+    parser.add_argument("changes", metavar="NAME=VALUE", nargs="*", type=values.setting, help=change)
+    _audited(parser)
+
+
+def _readers(parser: Parser) -> None:
+    parser.add_argument("--forget", metavar="NAME", help="strike this reader off, so that prune waits for it no longer")
+    _asks(parser)
+    _audited(parser)
+
+
+def _nothing(_: Parser) -> None:
+    """A command without arguments of its own."""
+
+
+COMMANDS: Sequence[Command] = (
+    Command(
+        name="init",
+        summary="create the schema in a database",
+        description="Create the schema in a database. Safe to run twice, and from two places at once.",
+        examples=(
+            "oncebox init",
+            "oncebox init --store postgresql://shop@localhost/shop",
+            "oncebox init --dry-run > schema.sql",
+        ),
+        arguments=_migrate,
+    ),
+    Command(
+        name="migrate",
+        summary="bring the schema to this version",
+        description="Run the migrations that the schema lacks. Safe to run twice, and from two places at once.",
+        examples=("oncebox migrate", "oncebox migrate --dry-run"),
+        arguments=_migrate,
+    ),
+    Command(
+        name="add",
+        summary="write an event by hand",
+        description="Write one event in a transaction of its own. Services write theirs with Outbox.add, in the "
+        "transaction of the change that the event tells of.",
+        examples=(
+            "oncebox add order.created '{\"order\": 7}' --key order-7",
+            "oncebox add report.due --delay 5m --header tenant=acme",
+            "oncebox add image.uploaded @photo.png --content-type image/png",
+        ),
+        arguments=_add,
+    ),
+    Command(
+        name="list",
+        summary="list events",
+        description="List the events that fit all of the filters, oldest first.",
+        examples=(
+            "oncebox list --state DEAD --since 1h",
+            "oncebox list --type order.created --key order-7 --newest",
+            "oncebox list --state DEAD --limit all --json",
+        ),
+        arguments=_list,
+    ),
+    Command(
+        name="show",
+        summary="show all about one event",
+        description="Show every field of one event, and its payload.",
+        examples=(
+            "oncebox show 0197a4c2-7d4e-7c3a-9f10-5b1c6a2e8d01",
+            "oncebox show 0197a4c2-7d4e-7c3a-9f10-5b1c6a2e8d01 --raw > payload.bin",
+        ),
+        arguments=_show,
+    ),
+    Command(
+        name="stats",
+        summary="count the events of each state",
+        description="Count the events of each state, and show what needs attention.",
+        examples=("oncebox stats", "oncebox stats --json"),
+        arguments=_nothing,
+    ),
+    Command(
+        name="replay",
+        summary="send PUBLISHED or DEAD events again",
+        description="Return PUBLISHED and DEAD events to PENDING, oldest first, so that each ordering key keeps its "
+        "order. They keep their event_id; each replay is counted, so consumers can tell it from a duplicate.",
+        examples=(
+            "oncebox replay --state DEAD --type order.created --why 'consumer is fixed'",
+            "oncebox replay --state PUBLISHED --since 2h --rate 100/s",
+            "oncebox replay 0197a4c2-7d4e-7c3a-9f10-5b1c6a2e8d01 --yes",
+            "oncebox replay --all --dry-run",
+        ),
+        arguments=_replay,
+    ),
+    Command(
+        name="kill",
+        summary="give up events for good",
+        description="Move PENDING and CLAIMED events to DEAD. One that was CLAIMED may have been sent; whoever holds "
+        "it can change it no more. A killed event never blocks its ordering key.",
+        examples=(
+            "oncebox kill 0197a4c2-7d4e-7c3a-9f10-5b1c6a2e8d01 --reason 'order was a test'",
+            "oncebox list --type test.ping --json | jq -r '.[].event_id' | oncebox kill - --yes",
+        ),
+        arguments=_kill,
+    ),
+    Command(
+        name="reschedule",
+        summary="set when PENDING events may be claimed",
+        description="Make PENDING events eligible after a delay, or at once.",
+        examples=(
+            "oncebox reschedule 0197a4c2-7d4e-7c3a-9f10-5b1c6a2e8d01 --delay 10m",
+            "oncebox reschedule 0197a4c2-7d4e-7c3a-9f10-5b1c6a2e8d01 --now",
+        ),
+        arguments=_reschedule,
+    ),
+    Command(
+        name="unblock",
+        summary="let a key go on behind a DEAD event",
+        description="Let the events of an ordering key go on that wait behind a DEAD one. The DEAD one stays DEAD.",
+        examples=("oncebox unblock order-7 --why 'refunded by hand'",),
+        arguments=_unblock,
+    ),
+    Command(
+        name="prune",
+        summary="delete old PUBLISHED and DEAD events",
+        description="Delete events that have been PUBLISHED or DEAD for longer than you say; in batches, so it can be "
+        "stopped at any moment and run again. Never one that a registered reader has not passed, and never a "
+        "DEAD one that blocks its key.",
+        examples=(
+            "oncebox prune --published-after 7d --dead-after 30d",
+            "oncebox prune --published-after 7d --rate 5000/s --batch 500",
+            "oncebox prune --published-after 7d --dry-run",
+        ),
+        arguments=_prune,
+    ),
+    Command(
+        name="audit",
+        summary="show what operators did",
+        description="Show the latest actions of operators: who, when, what, why, how many; newest first.",
+        examples=("oncebox audit", "oncebox audit --limit 100 --json"),
+        arguments=_audit,
+    ),
+    Command(
+        name="pause",
+        summary="tell all relays to claim nothing new",
+        description="Tell every relay of this store to claim nothing new; what they hold, they finish.",
+        examples=("oncebox pause --why 'broker maintenance'",),
+        arguments=_audited,
+    ),
+    Command(
+        name="resume",
+        summary="tell all relays to go on",
+        description="Take a pause back.",
+        examples=("oncebox resume",),
+        arguments=_audited,
+    ),
+    Command(
+        name="settings",
+        summary="show or change what relays obey at run time",
+        description="Show the settings that every relay of this store obeys at its next look, or change them:\n"
+        "  on_dead    block (a DEAD event holds back its key) or skip\n"
+        "  lease      how long a claim lasts, like 60s\n"
+        "  claim_max  events in one claim\n"
+        "  rate_max   events a second, like 500/s",
+        examples=(
+            "oncebox settings",
+            "oncebox settings on_dead=skip lease=60s --why 'slow webhooks'",
+            "oncebox settings lease=default",
+        ),
+        arguments=_settings,
+    ),
+    Command(
+        name="readers",
+        summary="list the readers that prune waits for",
+        description="List the registered readers of the event log and their positions, or strike one off.",
+        examples=("oncebox readers", "oncebox readers --forget billing --why 'retired'"),
+        arguments=_readers,
+    ),
+    Command(
+        name="verify",
+        summary="check the store's invariants",
+        description="Look for events that break an invariant, such as being in two states. Exit code 1 if there are "
+        "any.",
+        examples=("oncebox verify",),
+        arguments=_nothing,
+    ),
+)

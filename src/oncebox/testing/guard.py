@@ -49,6 +49,18 @@ def signal_all(directory: Path, number: signal.Signals) -> None:
         reached |= unreached
 
 
+def all_stopped(directory: Path) -> bool:
+    """Whether every process in `directory` stands still: SIGSTOP reaches one that is on a processor a moment later."""
+    return all(_state(pid) in {"T", "gone"} for pid in living_in(directory))
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+
+
 def end_all(directory: Path) -> set[int]:
     """Return, when no process lives in `directory` any more, those that did: SIGKILL to all, then wait for the last."""
     deadline = time.monotonic() + _PATIENCE_MAX

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import pwd
 import random
 import secrets
 import shutil
@@ -24,7 +25,7 @@ import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self
@@ -34,12 +35,11 @@ from .. import clock
 from ..errors import OnceboxError
 from . import guard
 
-_START_PATIENCE_MAX = 60.0
-_STOP_PATIENCE_MAX = 60.0
+_PATIENCE_MAX = 60.0
 _LOG_TAIL_LINES = 20
 _PORT_TRIES_MAX = 5
-_UNSHARE = ["unshare", "--user", "--map-user=1000", "--map-group=1000", "--"]
 _NOBODY = 65534
+_UNSHARE = ["unshare", "--user", f"--map-user={_NOBODY}", f"--map-group={_NOBODY}", "--"]
 
 
 class ServerError(OnceboxError):
@@ -133,7 +133,7 @@ class Server(ABC):
         self.resume()
         os.kill(self.pid, self.stop_signal)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._running().wait(_STOP_PATIENCE_MAX)
+            self._running().wait(_PATIENCE_MAX)
         self.kill()
 
     def kill(self) -> None:
@@ -153,9 +153,10 @@ class Server(ABC):
         self.start()
 
     def pause(self) -> None:
-        """SIGSTOP to all processes of the server: it holds its connections and answers nobody."""
+        """SIGSTOP to all processes of the server: it holds its connections, and on return answers nobody."""
         self._running()
         guard.signal_all(self.directory, signal.SIGSTOP)
+        self._wait(lambda: guard.all_stopped(self.directory), "stand still")
 
     def resume(self) -> None:
         """Undo `pause`; harmless on a server that was not paused."""
@@ -215,27 +216,37 @@ class Server(ABC):
             raise
 
     def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
-        with self.log.open("ab") as log:
-            return subprocess.Popen(
-                [*self._prefix(), *command],
-                cwd=self.directory,
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C at the terminal is for us alone
-                **self._account(),
-            )
+        try:
+            with self.log.open("ab") as log:
+                return subprocess.Popen(
+                    [*self._prefix(), *command],
+                    cwd=self.directory,
+                    env=_environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # a Ctrl-C at the terminal is for us alone
+                    **self._account(),
+                )
+        except PermissionError as error:
+            raise ServerError(
+                f"{command[0]} may not be run by user {self._account().get('user', os.geteuid())}: "
+                "install it where everybody can read it, or run as an ordinary user"
+            ) from error
 
     def _prefix(self) -> list[str]:
-        """PostgreSQL and PgBouncer refuse to run as root; in a user namespace root is somebody else."""
-        return _UNSHARE if self.refuses_root and os.geteuid() == 0 and namespaces_work() else []
+        """In a user namespace everybody can be nobody, and files still belong to whoever made them."""
+        return _UNSHARE if self._refuses_us() and namespaces_work() else []
 
     def _account(self) -> dict[str, Any]:
-        """Where root may make no namespaces (many containers), the server runs as nobody."""
-        if not self.refuses_root or os.geteuid() != 0 or namespaces_work():
-            return {}
-        return {"user": _NOBODY, "group": _NOBODY, "extra_groups": []}
+        """Where root may make no namespaces (many containers), it becomes nobody."""
+        if self._refuses_us() and os.geteuid() == 0 and not namespaces_work():
+            return {"user": _NOBODY, "group": _NOBODY, "extra_groups": []}
+        return {}
+
+    def _refuses_us(self) -> bool:
+        """PostgreSQL and PgBouncer run neither for root nor, PostgreSQL, for a user without a name."""
+        return self.refuses_root and (os.geteuid() == 0 or not _has_name(os.geteuid()))
 
     def _write(self, name: str, text: str) -> Path:
         """A file in the directory that the server alone can read."""
@@ -247,12 +258,15 @@ class Server(ABC):
         return path
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
-        deadline = clock.monotonic() + _START_PATIENCE_MAX
-        while not self._ready():
-            if process.poll() is not None:
-                raise ServerError(f"{self.name} ended with code {process.returncode} at its start\n{self._log_tail()}")
+        self._wait(lambda: process.poll() is not None or self._ready(), "answer")
+        if process.returncode is not None:
+            raise ServerError(f"{self.name} ended with code {process.returncode} at its start\n{self._log_tail()}")
+
+    def _wait(self, condition: Callable[[], bool], aim: str) -> None:
+        deadline = clock.monotonic() + _PATIENCE_MAX
+        while not condition():
             if clock.monotonic() > deadline:
-                raise ServerError(f"{self.name} did not answer within {_START_PATIENCE_MAX:.0f} s\n{self._log_tail()}")
+                raise ServerError(f"{self.name} did not {aim} within {_PATIENCE_MAX:.0f} s\n{self._log_tail()}")
             clock.sleep(0.01)
 
     def _log_tail(self) -> str:
@@ -338,7 +352,7 @@ class PostgreSQL(Server):
         command = [self._wheel("initdb"), "-D", str(self._data), "-U", self.user, f"--pwfile={secret}"]
         command += ["--auth=scram-sha-256", "-c", "scram_iterations=1", "--encoding=UTF8", "--locale=C"]
         command += ["--no-sync", "--no-instructions"]
-        code = self._spawn(command).wait(_START_PATIENCE_MAX)
+        code = self._spawn(command).wait(_PATIENCE_MAX)
         if code != 0:
             raise ServerError(f"initdb ended with code {code}\n{self._log_tail()}")
 
@@ -460,6 +474,14 @@ def namespaces_work() -> bool:
         return subprocess.run([*_UNSHARE, "true"], capture_output=True, check=False).returncode == 0
     except FileNotFoundError:
         return False
+
+
+def _has_name(user: int) -> bool:
+    try:
+        pwd.getpwuid(user)
+    except KeyError:
+        return False
+    return True
 
 
 def _connect(port: int) -> socket.socket:

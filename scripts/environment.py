@@ -10,7 +10,8 @@ import importlib.util
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,12 +37,13 @@ def prepare(names: Iterable[str]) -> None:
     once("venv", key(sys.version, str(VENV)), create)
     for name in names:
         lock = ROOT / "requirements" / f"{name}.lock"
-        once(name, key(lock.read_text()), lambda lock=lock: install("--require-hashes", "--requirement", str(lock)))
+        once(name, key(lock.read_text()), partial(install, "--require-hashes", "--requirement", str(lock)))
         if name == "build":
             once("package", key((ROOT / "pyproject.toml").read_text()), install_package)
 
 
-def once(name: str, wanted: str, act) -> None:  # type: ignore[no-untyped-def]
+def once(name: str, wanted: str, act: Callable[[], None]) -> None:
+    """Do `act` unless it was done for `wanted` before; if it fails, it counts as not done."""
     stamp = VENV / f".{name}.stamp"
     if stamp.exists() and stamp.read_text() == wanted:
         return

@@ -1,0 +1,105 @@
+"""A transactional outbox: events written in your own transaction, claimed under a lease, delivered at least once.
+
+    from oncebox import Outbox
+
+    outbox = Outbox()
+    with connection:  # the transaction of your business rows
+        connection.execute("insert into orders …")
+        outbox.add(connection, "order.created", {"order": 17}, key="order-17")
+
+What is named here is public; whatever is not may change without notice.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import (
+    DuplicateEvent,
+    ForbiddenWrite,
+    InvalidEvent,
+    InvalidSetting,
+    NotInTransaction,
+    OnceboxError,
+    SchemaError,
+    SchemaMissing,
+    SchemaOutdated,
+    SchemaTooNew,
+    StoreError,
+    StoreUnavailable,
+    UnknownStore,
+    UsageError,
+)
+from .event import Claim, Dead, Event, NewEvent, Published, Record, Released, Retry, State, Verdict
+from .producer import Draft, Outbox
+
+if TYPE_CHECKING:
+    from .config import Budget, Control, Timing
+    from .retry import Failure, RetryPolicies, RetryPolicy
+    from .stores.base import OutboxStore, Query
+    from .wiring import open_store
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Budget",
+    "Claim",
+    "Control",
+    "Dead",
+    "Draft",
+    "DuplicateEvent",
+    "Event",
+    "Failure",
+    "ForbiddenWrite",
+    "InvalidEvent",
+    "InvalidSetting",
+    "NewEvent",
+    "NotInTransaction",
+    "OnceboxError",
+    "Outbox",
+    "OutboxStore",
+    "Published",
+    "Query",
+    "Record",
+    "Released",
+    "Retry",
+    "RetryPolicies",
+    "RetryPolicy",
+    "SchemaError",
+    "SchemaMissing",
+    "SchemaOutdated",
+    "SchemaTooNew",
+    "State",
+    "StoreError",
+    "StoreUnavailable",
+    "Timing",
+    "UnknownStore",
+    "UsageError",
+    "Verdict",
+    "__version__",
+    "open_store",
+]
+
+# What operators and relays use; a service that only writes events starts faster without it.
+_LATE = {
+    "Budget": "config",
+    "Control": "config",
+    "Failure": "retry",
+    "OutboxStore": "stores.base",
+    "Query": "stores.base",
+    "RetryPolicies": "retry",
+    "RetryPolicy": "retry",
+    "Timing": "config",
+    "open_store": "wiring",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(f".{_LATE[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

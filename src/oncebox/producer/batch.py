@@ -1,0 +1,276 @@
+"""Drafts → a batch: checked, encoded, each with its id, column by column.
+
+Columns, because a check of something that repeats (a type, a key, headers) is then made once for each distinct value,
+and because that is the shape that the bulk ways of the drivers want.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from operator import itemgetter
+from typing import Any, NamedTuple
+from uuid import UUID
+
+from ..clock import uuid7s
+from ..errors import DuplicateEvent, InvalidEvent
+from ..event import (
+    CONTENT_TYPE_MAX,
+    KEY_MAX,
+    NewEvent,
+    check_headers,
+    check_name,
+    check_payload,
+    check_schedule,
+)
+from .payload import Encoder, utf8
+
+BATCH_EVENTS_MAX = 10_000  # of a batch cut from an iterator, and of one bulk statement
+BATCH_BYTES_MAX = 16 * 1024 * 1024  # of payload, likewise; one event alone may be larger
+METADATA_BYTES_MAX = 65_536
+_NIL = UUID(int=0)
+
+
+class Draft(NamedTuple):
+    """An event to be written: what `Outbox.add` takes, not yet checked. For `Outbox.add_many`."""
+
+    event_type: str
+    payload: Any
+    key: str | None = None
+    partition_key: str | None = None
+    headers: Mapping[str, str] | None = None
+    metadata: Mapping[str, Any] | None = None
+    delay: timedelta | None = None
+    available_at: datetime | None = None
+    event_id: UUID | None = None
+    content_type: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Events that break no rule, ready for a database; every list has one entry for each event."""
+
+    event_id: Sequence[UUID]
+    event_type: Sequence[str]
+    payload: Sequence[bytes]
+    content_type: Sequence[str]
+    ordering_key: Sequence[str | None]
+    partition_key: Sequence[str | None]
+    headers: Sequence[str | None]
+    metadata: Sequence[str | None]
+    delay: Sequence[timedelta | None]
+    available_at: Sequence[datetime | None]
+    given_ids: Sequence[UUID]  # those that the caller chose: only they can be duplicates
+
+    def __len__(self) -> int:
+        return len(self.event_id)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether any of them waits for a time that only the database can tell."""
+        return any(delay is not None for delay in self.delay)
+
+    def keys(self) -> list[str]:
+        """The ordering keys, each once, in an order that all writers share."""
+        return sorted({key for key in self.ordering_key if key is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class Checker:
+    """The rules of one `Outbox`, applied to drafts."""
+
+    encoder: Encoder
+    payload_max: int
+    annotation: Mapping[str, Any]  # metadata that every event gets: its trace, its source
+
+    def batches(self, drafts: Iterable[Draft]) -> Iterator[Batch]:
+        """A list or tuple as one batch, so that one bad event among many stops all; an iterator in bounded pieces."""
+        whole = isinstance(drafts, list | tuple)
+        piece: list[Draft] = []
+        encoded: list[tuple[bytes, str]] = []
+        size = first = 0
+        for draft in drafts:
+            piece.append(draft)
+            encoded.append(self._payload(draft, first + len(encoded)))
+            size += len(encoded[-1][0])
+            if not whole and (len(piece) == BATCH_EVENTS_MAX or size >= BATCH_BYTES_MAX):
+                yield self._batch(piece, encoded, first)
+                first += len(piece)
+                piece, encoded, size = [], [], 0
+        if piece:
+            yield self._batch(piece, encoded, first)
+
+    def batch(self, draft: Draft) -> Batch:
+        """One draft by itself."""
+        return self._checked([draft], [self._encoded(draft)])
+
+    def _payload(self, draft: Draft, place: int) -> tuple[bytes, str]:
+        try:
+            return self._encoded(draft)
+        except InvalidEvent as error:
+            raise _placed(error, place) from error.__cause__
+
+    def _encoded(self, draft: Draft) -> tuple[bytes, str]:
+        encoded = self.encoder.payload(draft.payload)
+        if len(encoded[0]) > self.payload_max:
+            check_payload(encoded[0], self.payload_max)
+        return encoded
+
+    def _batch(self, drafts: Sequence[Draft], encoded: Sequence[tuple[bytes, str]], first: int) -> Batch:
+        try:
+            return self._checked(drafts, encoded)
+        except InvalidEvent:
+            for place, pair in enumerate(zip(drafts, encoded, strict=True)):  # one by one, now that one is wrong
+                try:
+                    self._checked(pair[:1], pair[1:])
+                except InvalidEvent as error:
+                    raise _placed(error, first + place) from error.__cause__
+            raise
+
+    def _checked(self, drafts: Sequence[Draft], encoded: Sequence[tuple[bytes, str]]) -> Batch:
+        types, _, keys, partition_keys, headers, metadata, delays, starts, ids, content_types = _columns(drafts)
+        for event_type in _distinct(types):
+            NewEvent(event_id=_NIL, event_type=event_type, payload=b"")
+        _check_names("key", keys, KEY_MAX)
+        _check_names("partition_key", partition_keys, KEY_MAX)
+        _check_names("content_type", content_types, CONTENT_TYPE_MAX)
+        given = _check_ids(ids)
+        return Batch(
+            event_id=_filled(ids, given),
+            event_type=types,
+            payload=[pair[0] for pair in encoded],
+            content_type=[chosen or pair[1] for chosen, pair in zip(content_types, encoded, strict=True)],
+            ordering_key=keys,
+            partition_key=partition_keys,
+            headers=self._headers(headers),
+            metadata=self._metadata(metadata),
+            delay=delays,
+            available_at=_starts(delays, starts),
+            given_ids=given,
+        )
+
+    def _headers(self, column: Sequence[Any]) -> list[str | None]:
+        seen: dict[Any, str] = {}
+        return [None if headers is None else self._header(headers, seen) for headers in column]
+
+    def _header(self, headers: Any, seen: dict[Any, str]) -> str | None:
+        """Services send the same few headers again and again: check and encode them once."""
+        _check_mapping("headers", headers)
+        entries = tuple(headers.items())
+        try:
+            return seen[entries]
+        except (KeyError, TypeError):  # new, or with a value that cannot be hashed and so is no string
+            check_headers(headers)
+        text = seen[entries] = self.encoder.json("headers", dict(headers))
+        return text if headers else None
+
+    def _metadata(self, column: Sequence[Any]) -> list[str | None]:
+        annotation = self._metadata_text(self.annotation)
+        return [annotation if own is None else self._own_metadata(own) for own in column]
+
+    def _own_metadata(self, own: Any) -> str | None:
+        _check_mapping("metadata", own)
+        return self._metadata_text({**self.annotation, **own})
+
+    def _metadata_text(self, metadata: Mapping[str, Any]) -> str | None:
+        if not metadata:
+            return None
+        text = self.encoder.json("metadata", metadata)
+        if (size := len(utf8("metadata", text))) > METADATA_BYTES_MAX:
+            raise InvalidEvent("metadata", f"takes {size:,} bytes; give at most {METADATA_BYTES_MAX:,}")
+        return text
+
+
+def drafts_of(events: Iterable[Draft | NewEvent]) -> Iterable[Draft]:
+    """Every event as a draft; a list or tuple stays one, since it is written all or nothing."""
+    if isinstance(events, list | tuple):
+        return [event if type(event) is Draft else _draft_of(event, place) for place, event in enumerate(events)]
+    return (_draft_of(event, place) for place, event in enumerate(events))
+
+
+def _draft_of(event: object, place: int) -> Draft:
+    if isinstance(event, Draft):
+        return event
+    if isinstance(event, NewEvent):
+        return Draft(
+            event.event_type,
+            event.payload,
+            event.ordering_key,
+            event.partition_key,
+            event.headers,
+            event.metadata,
+            event.delay,
+            event.available_at,
+            event.event_id,
+            event.content_type,
+        )
+    raise InvalidEvent("events", f"number {place} is {type(event).__name__}; give oncebox.Draft(type, payload, …)")
+
+
+def _columns(drafts: Sequence[Draft]) -> list[list[Any]]:
+    return [list(map(itemgetter(place), drafts)) for place in range(len(Draft._fields))]
+
+
+def _distinct(column: Sequence[Any]) -> Iterable[Any]:
+    try:
+        return set(column)
+    except TypeError:  # something that cannot be hashed is among them; the check of each will say what it is
+        return column
+
+
+def _check_names(field: str, column: Sequence[Any], limit: int) -> None:
+    for value in _distinct(column):
+        if value is not None:
+            check_name(field, value, limit)
+
+
+def _check_mapping(field: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise InvalidEvent(field, f"is {type(value).__name__}; give a mapping")
+
+
+def _check_ids(column: Sequence[Any]) -> list[UUID]:
+    """The ids that callers chose."""
+    given = [event_id for event_id in column if event_id is not None]
+    for event_id in given:
+        if not isinstance(event_id, UUID):
+            raise InvalidEvent("event_id", f"is {type(event_id).__name__}; give a uuid.UUID")
+    if len(set(given)) < len(given):
+        twice = next(event_id for event_id in given if given.count(event_id) > 1)
+        raise DuplicateEvent(f"event_id {twice} was given twice in one call; nothing was written")
+    return given
+
+
+def _filled(ids: Sequence[UUID | None], given: Sequence[UUID]) -> Sequence[UUID]:
+    """An id for each event that has none, growing in their order (EM-04)."""
+    fresh = uuid7s(len(ids) - len(given))
+    if not given:
+        return fresh
+    following = iter(fresh)
+    return [next(following) if event_id is None else event_id for event_id in ids]
+
+
+def _starts(delays: Sequence[Any], starts: Sequence[Any]) -> list[datetime | None]:
+    """The times before which the events may not be claimed, in UTC."""
+    for delay in _distinct(delays):
+        if delay is not None and not isinstance(delay, timedelta):
+            raise InvalidEvent("delay", f"is {type(delay).__name__}; give a datetime.timedelta")
+    return [
+        None if start is delay is None else _start(delay, start) for delay, start in zip(delays, starts, strict=True)
+    ]
+
+
+def _start(delay: timedelta | None, start: Any) -> datetime | None:
+    if start is not None and not isinstance(start, datetime):
+        raise InvalidEvent("available_at", f"is {type(start).__name__}; give an aware datetime.datetime")
+    check_schedule(delay, start)
+    if start is None:
+        return None
+    try:
+        return start.astimezone(UTC)
+    except OverflowError as error:
+        raise InvalidEvent("available_at", f"{start.isoformat()} lies outside of the calendar in UTC") from error
+
+
+def _placed(error: InvalidEvent, place: int) -> InvalidEvent:
+    """The same error, saying which of many events it is about."""
+    return InvalidEvent(error.field, f"{str(error).removeprefix(f'{error.field}: ')} (event {place} of this call)")

@@ -1,0 +1,84 @@
+"""A driver's error → ours, with its cause. Translated once, where the driver is called."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ..errors import (
+    DuplicateEvent,
+    ForbiddenWrite,
+    InvalidEvent,
+    OnceboxError,
+    SchemaMissing,
+    StoreError,
+    StoreUnavailable,
+)
+
+_ABORTED = "PostgreSQL has aborted your transaction with this error: roll it back before you go on."
+_SCHEMA_MISSING = "this database has no Oncebox schema ({reason}); run `oncebox init --store URL`."
+_NO_RIGHT = (
+    "this role may not write events ({reason}). A writer needs USAGE on schema oncebox, INSERT on the columns of "
+    "oncebox.event, EXECUTE on oncebox.known and oncebox.serialize: see docs/how-to/write-from-another-language.md."
+)
+_FORBIDDEN = "PostgreSQL refused the event: {reason}."
+_BY_SQLSTATE: dict[str, tuple[type[OnceboxError], str]] = {
+    "42P01": (SchemaMissing, _SCHEMA_MISSING),  # undefined table
+    "3F000": (SchemaMissing, _SCHEMA_MISSING),  # undefined schema
+    "42883": (SchemaMissing, _SCHEMA_MISSING),  # undefined function
+    "42501": (StoreError, _NO_RIGHT),
+    "23505": (DuplicateEvent, "somebody has just written the same event_id (EM-02): {reason}."),
+    "25P02": (StoreError, "an earlier error has aborted this transaction, so it takes no event."),
+    "OB001": (ForbiddenWrite, _FORBIDDEN),  # our own guards
+    "23502": (ForbiddenWrite, _FORBIDDEN),  # a null
+    "23514": (ForbiddenWrite, _FORBIDDEN),  # a check
+}
+
+
+@contextmanager
+def translated(translate: Callable[[Exception], OnceboxError | None]) -> Iterator[None]:
+    """Raise what `translate` makes of an error; what it makes nothing of is not ours to change."""
+    try:
+        yield
+    except OnceboxError:
+        raise
+    except UnicodeEncodeError as error:
+        raise InvalidEvent(
+            "event", f"this connection's encoding cannot hold {error.object!r:.100}; use UTF-8"
+        ) from error
+    except Exception as error:
+        if (ours := translate(error)) is None:
+            raise
+        raise ours from error
+
+
+def from_postgresql(error: Exception, sqlstate: str | None) -> OnceboxError:
+    """The error of a PostgreSQL server, by its SQLSTATE; without one, the server did not answer."""
+    reason = str(error).strip().partition("\n")[0]
+    if sqlstate is None or sqlstate.startswith(("08", "57P")):
+        return StoreUnavailable(f"PostgreSQL did not take the event: {reason}")
+    kind, message = _BY_SQLSTATE.get(sqlstate, (StoreError, "PostgreSQL could not take the event: {reason}."))
+    return kind(f"{message.format(reason=reason)} {_ABORTED}")
+
+
+def from_sqlite(error: Exception) -> OnceboxError:
+    """The error of an SQLite file, by its extended error name. The caller's transaction stays as it was."""
+    name = getattr(error, "sqlite_errorname", "") or ""
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return StoreUnavailable(f"another writer holds the SQLite file ({error}); raise the busy timeout, or try again")
+    if name in {"SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY"}:
+        return DuplicateEvent(f"the store has this event_id already (EM-02); nothing was written ({error})")
+    if "no such table" in str(error):
+        return SchemaMissing(
+            f"this SQLite file has no Oncebox schema ({error}); run `oncebox init --store sqlite:///PATH`"
+        )
+    if name.startswith("SQLITE_CONSTRAINT"):
+        return ForbiddenWrite(f"SQLite refused the event: {error}")
+    return StoreError(f"SQLite could not take the event: {error}")
+
+
+def autocommit(what: str, way_out: str) -> str:
+    """Why an event may not be written through a handle without a transaction."""
+    return (
+        f"{what}, so the event would be committed by itself: a crash between it and your own write would leave one "
+        f"without the other (the dual-write hazard). {way_out} If the event belongs to no other write, use "
+        "Outbox(allow_autocommit=True)."
+    )

@@ -1,0 +1,264 @@
+"""What to send, apart from who sends it: a plan yields steps, a driver's file performs them, and nobody decides twice.
+
+A plan is a generator. It yields a step, gets back the rows that the step found, and its return value is the result.
+An error that a step met is raised inside the plan, so that the plan can leave things in order.
+"""
+
+import json
+import re
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import cache
+from typing import Any, Generic, Literal, TypeVar
+from uuid import UUID
+
+from ..errors import DuplicateEvent, OnceboxError
+from .batch import BATCH_BYTES_MAX, BATCH_EVENTS_MAX, Batch
+
+Dialect = Literal["sqlite", "postgresql"]
+Rows = Sequence[Sequence[Any]]
+T = TypeVar("T")
+
+COLUMNS = (
+    "event_id",
+    "event_type",
+    "payload",
+    "content_type",
+    "ordering_key",
+    "partition_key",
+    "headers",
+    "metadata",
+    "available_at",
+)
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MILLISECOND = timedelta(milliseconds=1)
+_VALUE = re.compile(r"(?<!:):(\w+)")
+_COMMENT = re.compile(r"^--.*\n", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One statement of `stores/insert.sql`, by its name there."""
+
+    name: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A whole batch, by the fastest way that the driver has; `available_at` is settled."""
+
+    batch: Batch
+    available_at: Sequence[datetime | None]
+
+
+Step = Ask | Load
+Plan = Generator[Step, Rows, T]
+
+
+@dataclass(frozen=True, slots=True)
+class Work(Generic[T]):
+    """What a caller's handle is to do.
+
+    `plan` is told the dialect, and whether the handle has no transaction: then each statement commits by itself.
+    """
+
+    plan: Callable[[Dialect, bool], Plan[T]]
+    needs_transaction: bool
+
+
+def drive(plan: Plan[T], perform: Callable[[Step], Rows]) -> T:
+    """Perform a plan's steps; return its result."""
+    try:
+        step = next(plan)
+        while True:
+            try:
+                found = perform(step)
+            except OnceboxError as error:
+                step = plan.throw(error)
+            else:
+                step = plan.send(found)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]  # typeshed does not know a generator's own
+
+
+async def drive_async(plan: Plan[T], perform: Callable[[Step], Awaitable[Rows]]) -> T:
+    """`drive`, where a step is awaited."""
+    try:
+        step = next(plan)
+        while True:
+            try:
+                found = await perform(step)
+            except OnceboxError as error:
+                step = plan.throw(error)
+            else:
+                step = plan.send(found)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]  # as above
+
+
+def add(batch: Batch, *, serialize: bool) -> Callable[[Dialect, bool], Plan[UUID]]:
+    """Write the one event of `batch`; return its id."""
+
+    def plan(dialect: Dialect, _alone: bool) -> Plan[UUID]:
+        if dialect == "postgresql":
+            yield from _prepare_postgresql(batch, serialize)
+        delay = batch.delay[0]
+        when = {"available_at": _instant(dialect, batch.available_at[0])}
+        if delay is not None:
+            when = {"delay": _milliseconds(delay) if dialect == "sqlite" else delay}
+        yield Ask(f"{dialect}_add{'' if delay is None else '_delayed'}", _first(batch) | when)
+        return batch.event_id[0]
+
+    return plan
+
+
+def add_many(batches: Iterable[Batch], *, serialize: bool) -> Callable[[Dialect, bool], Plan[list[UUID]]]:
+    """Write the events of all batches; return their ids."""
+
+    def plan(dialect: Dialect, alone: bool) -> Plan[list[UUID]]:
+        ids: list[UUID] = []
+        for batch in batches:
+            if dialect == "postgresql":
+                yield from _prepare_postgresql(batch, serialize)
+                yield from _load(dialect, batch)
+            elif alone:
+                yield from _in_transaction(_load_sqlite(batch))
+            else:
+                yield from _load_sqlite(batch)
+            ids += batch.event_id
+        return ids
+
+    return plan
+
+
+def _prepare_postgresql(batch: Batch, serialize: bool) -> Plan[None]:
+    if serialize:
+        yield Ask("postgresql_serialize", {"keys": batch.keys()})
+    if batch.given_ids:
+        known = yield Ask("postgresql_known", {"ids": [str(event_id) for event_id in batch.given_ids]})
+        _refuse(row[0] for row in known)
+
+
+def _load_sqlite(batch: Batch) -> Plan[None]:
+    """A failed row would leave those before it in place: ask first, under the lock that keeps the answer true."""
+    if batch.given_ids:
+        yield Ask("sqlite_lock", {})
+        known = yield Ask("sqlite_known", {"ids": json.dumps([str(event_id) for event_id in batch.given_ids])})
+        _refuse(str(batch.given_ids[row[0]]) for row in known)
+    yield from _load("sqlite", batch)
+
+
+def _load(dialect: Dialect, batch: Batch) -> Plan[None]:
+    available_at = batch.available_at
+    if batch.delayed:
+        ((now,),) = yield Ask(f"{dialect}_now", {})
+        unit = timedelta(milliseconds=1) if dialect == "sqlite" else timedelta(microseconds=1)
+        start = EPOCH + now * unit
+        available_at = [
+            given if delay is None else start + delay
+            for given, delay in zip(batch.available_at, batch.delay, strict=True)
+        ]
+    yield Load(batch, available_at)
+
+
+def _in_transaction(plan: Plan[None]) -> Plan[None]:
+    """Where every row would commit by itself, a batch gets a transaction of its own: all of it, or nothing."""
+    yield Ask("sqlite_begin", {})
+    try:
+        yield from plan
+    except OnceboxError:
+        yield Ask("sqlite_rollback", {})
+        raise
+    yield Ask("sqlite_commit", {})
+
+
+def _refuse(known: Iterable[str]) -> None:
+    if found := sorted(known):
+        more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
+        raise DuplicateEvent(
+            f"the store has event_id {found[0]}{more} already (EM-02); nothing was written by this call"
+        )
+
+
+def _first(batch: Batch) -> dict[str, Any]:
+    row = {name: getattr(batch, name)[0] for name in COLUMNS[:-1]}
+    row["event_id"] = str(row["event_id"])
+    return row
+
+
+def _instant(dialect: Dialect, start: datetime | None) -> Any:
+    """A time as the dialect keeps it; rounded up, so that nothing is claimed before it (EM-19)."""
+    return start if start is None or dialect == "postgresql" else _milliseconds(start - EPOCH)
+
+
+def _milliseconds(duration: timedelta) -> int:
+    return -(-duration // _MILLISECOND)
+
+
+def sqlite_rows(load: Load) -> Iterator[tuple[Any, ...]]:
+    """The rows of a batch in the order of `COLUMNS`."""
+    batch = load.batch
+    return zip(
+        map(str, batch.event_id),
+        batch.event_type,
+        batch.payload,
+        batch.content_type,
+        batch.ordering_key,
+        batch.partition_key,
+        batch.headers,
+        batch.metadata,
+        [_instant("sqlite", start) for start in load.available_at],
+        strict=True,
+    )
+
+
+def unnest(load: Load) -> Iterator[Ask]:
+    """A batch as statements that carry a column in each value; several, if it is large."""
+    batch = load.batch
+    columns = {name: getattr(batch, name) for name in COLUMNS[:-1]} | {"available_at": load.available_at}
+    for start, stop in _slices(batch.payload):
+        values = {name: list(column[start:stop]) for name, column in columns.items()}
+        values["event_id"] = [str(event_id) for event_id in values["event_id"]]
+        yield Ask("postgresql_unnest", values)
+
+
+def _slices(payloads: Sequence[bytes]) -> Iterator[tuple[int, int]]:
+    start = size = 0
+    for place, payload in enumerate(payloads):
+        if place > start and (size + len(payload) > BATCH_BYTES_MAX or place - start == BATCH_EVENTS_MAX):
+            yield start, place
+            start, size = place, 0
+        size += len(payload)
+    yield start, len(payloads)
+
+
+@cache
+def statement(name: str) -> str:
+    """The SQL of a step, values named `:name`."""
+    from ..stores.sql import blocks  # late: the first event pays for it, not the import of oncebox
+
+    return _COMMENT.sub("", blocks("insert.sql")[name] + "\n").strip().removesuffix(";")
+
+
+@cache
+def positional(name: str) -> str:
+    """The same with `?`, for rows in the order of `COLUMNS`."""
+    return _VALUE.sub("?", statement(name))
+
+
+@cache
+def percent(name: str) -> bytes:
+    """The same with `%(name)s`."""
+    return _VALUE.sub(r"%(\1)s", statement(name)).encode()
+
+
+@cache
+def _finds(name: str) -> bool:
+    return statement(name).startswith("select")
+
+
+def finds(step: Ask) -> bool:
+    """Whether the statement returns rows; not every driver can tell by itself."""
+    return _finds(step.name)

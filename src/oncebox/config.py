@@ -66,7 +66,9 @@ class Timing:
                 f"heartbeat ({self.heartbeat}) must be below a third of the lease ({self.lease}): LR-011"
             )
         if self.reaper_interval >= self.lease:
-            raise InvalidSetting(f"reaper_interval ({self.reaper_interval}) must be below the lease ({self.lease}): LR-022")
+            raise InvalidSetting(
+                f"reaper_interval ({self.reaper_interval}) must be below the lease ({self.lease}): LR-022"
+            )
         if self.shutdown_timeout > self.lease:
             raise InvalidSetting(
                 f"shutdown_timeout ({self.shutdown_timeout}) must not exceed the lease ({self.lease}): LR-031"

@@ -1,12 +1,12 @@
 """The words of the model: what an event is, where it stands, who holds it, what became of it.
 
-              claim               publish succeeded
-    PENDING ─────────▶ CLAIMED ──────────────────────▶ PUBLISHED
-      ▲  ▲                │ │                               │
-      │  └────────────────┘ └──────────▶ DEAD               │ replay
-      │   failed, released,   given up    │                 │
-      │   lease expired                   │ replay          │
-      └───────────────────────────────────┴─────────────────┘
+          claim               publish succeeded
+PENDING ─────────▶ CLAIMED ──────────────────────▶ PUBLISHED
+  ▲  ▲                │ │                               │
+  │  └────────────────┘ └──────────▶ DEAD               │ replay
+  │   failed, released,   given up    │                 │
+  │   lease expired                   │ replay          │
+  └───────────────────────────────────┴─────────────────┘
 """
 
 import json
@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from .errors import InvalidEvent
@@ -37,6 +38,7 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {  # LC-01: what is absent is fo
     State.DEAD: frozenset({State.PENDING}),  # replay only
 }
 TERMINAL = frozenset({State.PUBLISHED, State.DEAD})
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 EVENT_TYPE_MAX = 255  # characters; so for the others
 KEY_MAX = 512
@@ -55,23 +57,23 @@ TEXT_TYPE = "text/plain; charset=utf-8"
 BYTES_TYPE = "application/octet-stream"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(NamedTuple):
     """What the producer wrote; no part of it ever changes (EM-24).
 
     `payload` is opaque: what is delivered is byte for byte what was persisted (EM-08). `metadata` is internal and
-    never sent (EM-14); `headers` are sent as they are (EM-16).
+    never sent (EM-14); `headers` are sent as they are (EM-16). A tuple, because a relay makes them by the million:
+    a frozen dataclass costs five times as much to make.
     """
 
     event_id: UUID
     event_type: str
     payload: bytes
+    created_at: datetime
     content_type: str = BYTES_TYPE
     ordering_key: str | None = None
     partition_key: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    created_at: datetime
+    headers: Mapping[str, str] = NOTHING
+    metadata: Mapping[str, Any] = NOTHING
 
     def text(self) -> str:
         """The payload as UTF-8 text."""
@@ -116,8 +118,7 @@ class NewEvent:
         check_schedule(self.delay, self.available_at)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class Claim(NamedTuple):
     """An event in somebody's hands until `locked_until`; only `token` proves it (LR-003).
 
     `attempts` counts this claim already (EM-17). `failures` is what has been charged to the event so far.
@@ -211,7 +212,7 @@ def check_payload(value: object, limit: int) -> None:
     if not isinstance(value, bytes):
         raise InvalidEvent("payload", f"is {type(value).__name__}; encode it to bytes")
     if len(value) > limit:
-        raise InvalidEvent("payload", f"has {len(value):,} bytes, over the limit of {limit:,}; store a reference instead")
+        raise InvalidEvent("payload", f"has {len(value):,} bytes, over the limit of {limit:,}; send a reference")
 
 
 def check_headers(headers: Mapping[str, str]) -> None:
@@ -239,4 +240,4 @@ def check_schedule(delay: timedelta | None, available_at: datetime | None) -> No
     if delay is not None and not timedelta(0) <= delay <= DELAY_MAX:
         raise InvalidEvent("delay", f"is {delay}; give 0 to {DELAY_MAX.days} days")
     if available_at is not None and available_at.utcoffset() is None:
-        raise InvalidEvent("available_at", f"{available_at.isoformat()} has no time zone; use datetime.now(UTC) or alike")
+        raise InvalidEvent("available_at", f"{available_at.isoformat()} has no time zone; use datetime.now(UTC)")

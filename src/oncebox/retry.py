@@ -39,7 +39,9 @@ class RetryPolicy:
         if not 1 <= self.failures_max <= ATTEMPTS_MAX_LIMIT:
             raise InvalidSetting(f"failures_max is {self.failures_max}; give 1 to {ATTEMPTS_MAX_LIMIT}")
         if not timedelta(0) < self.delay_min <= self.delay_max:
-            raise InvalidSetting(f"delay_min ({self.delay_min}) must be above 0 and at most delay_max ({self.delay_max})")
+            raise InvalidSetting(
+                f"delay_min ({self.delay_min}) must be above 0 and at most delay_max ({self.delay_max})"
+            )
         if self.age_max is not None and self.age_max <= timedelta(0):
             raise InvalidSetting(f"age_max is {self.age_max}; give a time above 0, or none")
 
@@ -56,7 +58,8 @@ class RetryPolicy:
 
     def _delay(self, failures: int, chance: float) -> timedelta:
         """Between half of the step and the whole of it: never a tight loop, never in step with the others."""
-        step = min(self.delay_max, self.delay_min * 2 ** min(max(failures - 1, 0), 32))
+        doublings = min(max(failures - 1, 0), 32)
+        step: timedelta = min(self.delay_max, self.delay_min * (1 << doublings))
         return step * (0.5 + chance / 2)
 
 

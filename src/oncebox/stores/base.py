@@ -227,7 +227,7 @@ class OutboxStore(ABC):
     def find(
         self, query: Query | None = None, *, limit: int = 100, order: Order = Order.OLDEST, after: int | None = None
     ) -> list[Record]:
-        """Up to `limit` events that fit, by `seq` in the order asked for; `after` is the last `seq` of a former page."""
+        """Up to `limit` events that fit, by `seq` in the order asked for; `after`: the last `seq` of a former page."""
 
     @abstractmethod
     def stats(self) -> Stats:
@@ -314,7 +314,7 @@ class OutboxStore(ABC):
 
     @abstractmethod
     def verify(self) -> list[str]:
-        """Look for events that break an invariant (in no state or in two, a hold without a claim): one line for each."""
+        """Look for events that break an invariant (in no state or in two, a hold without a claim); one line each."""
 
 
 _PASSWORD = re.compile(r"(?<=://)([^/?#@:]*):[^/?#]*@")

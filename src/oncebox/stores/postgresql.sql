@@ -1,0 +1,160 @@
+-- Statements of the PostgreSQL store. Whatever writes is a function of the schema (see the migrations); what reads
+-- stands here.
+
+-- name: installed
+select to_regclass('oncebox.schema_version') is not null
+
+-- name: version
+select max(number) from oncebox.schema_version
+
+-- name: migration_lock
+-- Two operators who migrate at once take turns; the second finds nothing left to do.
+select pg_advisory_xact_lock(78, 99)
+
+-- name: migration_patience
+-- A statement that waits for an exclusive lock makes everybody behind it wait too: better to give up and say so.
+set local lock_timeout = '5s'
+
+-- name: migration_done
+insert into oncebox.schema_version (number, name) values (%(number)s, %(name)s)
+
+-- name: copy_events
+-- COPY is the fastest way in, and one statement, so it is one transaction by itself.
+copy oncebox.event (event_id, event_type, payload, content_type, ordering_key, partition_key, headers, metadata,
+    available_at) from stdin (format binary)
+
+-- name: clock
+select now()
+
+-- name: known
+select oncebox.known(%(ids)s::uuid[])
+
+-- name: claim
+select * from oncebox.claim(%(token)s, %(worker)s, %(lease)s, %(limit)s, %(bytes)s, %(budget)s, %(budgets)s,
+    %(above)s, %(lanes_first)s, %(shard)s, %(point)s)
+
+-- name: renew
+select oncebox.renew(%(worker)s, %(tokens)s, %(lease)s)
+
+-- name: finalize
+select oncebox.finalize(%(token)s, %(acked)s::bigint[], %(others)s::bigint[], %(kinds)s::text[],
+    %(delays)s::interval[], %(errors)s::text[], %(charges)s::integer[])
+
+-- name: reap
+select * from oncebox.reap(%(limit)s, %(worker)s)
+
+-- name: find
+-- Conditions on a parameter that is null fold away when the statement is planned, with its values, on each call. The
+-- order is part of the text, so that the rooms' own indexes give it and a page costs what a page is.
+select event_id, event_type, payload, created_at, content_type, ordering_key, partition_key, headers::text,
+    metadata::text, seq, state, attempts, failures, replays, last_error, available_at, claimed_at, claimed_by, locked_until,
+    lock_token, published_at, died_at
+from oncebox.outbox
+where (%(ids)s::uuid[] is null or event_id = any (%(ids)s::uuid[]))
+  and (%(states)s::text[] is null or state = any (%(states)s::text[]))
+  and (%(types)s::text[] is null or event_type = any (%(types)s::text[]))
+  and (%(key)s::text is null or ordering_key = %(key)s::text)
+  and (%(created_from)s::timestamptz is null or created_at >= %(created_from)s)
+  and (%(created_to)s::timestamptz is null or created_at < %(created_to)s)
+  and (not %(eligible)s or (state = 'PENDING' and (available_at is null or available_at <= now())))
+  and (%(after)s::bigint is null or seq {beyond} %(after)s)
+order by seq {direction}
+limit %(limit)s
+
+-- name: stats
+select (select count(*) from oncebox.ready) + (select count(*) from oncebox.waiting)
+         + (select count(*) from oncebox.lane_ready) as pending,
+    (select coalesce(sum(cardinality(seqs)), 0) from oncebox.claim) as claimed,
+    (select count(*) from oncebox.published) as published,
+    (select count(*) from oncebox.dead) as dead,
+    (select count(*) from oncebox.waiting where available_at > now())
+         + (select count(*) from oncebox.lane_ready where available_at > now()) as delayed,
+    (select count(*) from oncebox.waiting where batch_max is not null)
+         + (select count(*) from oncebox.lane_ready where batch_max is not null) as suspect,
+    (select count(*) from oncebox.hold where blocked_by is not null) as blocked_keys,
+    now() - (select created_at from oncebox.event where seq = least(
+        (select min(seq) from oncebox.ready), (select min(seq) from oncebox.waiting where available_at <= now()),
+        (select min(seq) from oncebox.lane_ready where available_at is null or available_at <= now()))) as oldest_pending,
+    now() - (select min(claimed_at) from oncebox.claim) as oldest_claim,
+    (select count(*) from oncebox.claim where locked_until <= now()) as expired_claims,
+    (select count(*) from oncebox.worker) as workers,
+    coalesce((select value = 'true'::jsonb from oncebox.setting where name = 'paused'), false) as paused
+
+-- name: begin_audit
+select oncebox.begin_audit(%(who)s, %(action)s, %(why)s, %(what)s)
+
+-- name: audit
+select audit_id, at, who, action, why, what, affected from oncebox.audit order by audit_id desc limit %(limit)s
+
+-- name: replay
+select oncebox.replay(%(seqs)s::bigint[], %(audit_id)s)
+
+-- name: kill
+select event_id, was from oncebox.kill(%(ids)s::uuid[], %(reason)s, %(audit_id)s)
+
+-- name: reschedule
+select oncebox.reschedule(%(ids)s::uuid[], %(delay)s, %(audit_id)s)
+
+-- name: unblock
+select oncebox.unblock(%(key)s, %(audit_id)s)
+
+-- name: prune
+select number, last_seq from oncebox.prune(%(published_after)s, %(dead_after)s, %(limit)s, %(audit_id)s)
+
+-- name: control
+select name, value from oncebox.setting
+
+-- name: set_control
+select oncebox.set_control(%(settings)s, %(audit_id)s)
+
+-- name: sign_on
+insert into oncebox.worker (worker_id, kind, host, pid, details)
+values (%(worker_id)s, %(kind)s, %(host)s, %(pid)s, %(details)s)
+on conflict (worker_id) do nothing returning 1
+
+-- name: sign_off
+delete from oncebox.worker where worker_id = %(worker_id)s
+
+-- name: workers
+select worker_id, kind, host, pid, started_at, seen_at, now() - seen_at as silent_for, details
+from oncebox.worker order by seen_at
+
+-- name: set_reader
+insert into oncebox.reader (name, position) values (%(name)s, coalesce(%(position)s::pg_snapshot, pg_current_snapshot()))
+on conflict (name) do update set position = excluded.position, updated_at = now()
+returning position::text
+
+-- name: forget_reader
+delete from oncebox.reader where name = %(name)s returning 1
+
+-- name: readers
+select name, position::text from oncebox.reader order by name
+
+-- name: verify
+-- Every event is in exactly one room, every room holds only events, and holds and claims agree.
+with placed as (
+    select seq, 'ready' as room, null::bigint as lane from oncebox.ready
+    union all select seq, 'waiting', null from oncebox.waiting
+    union all select seq, 'lane_ready', lane from oncebox.lane_ready
+    union all select u.seq, 'claim', u.lane from oncebox.claim c, unnest(c.seqs, c.lanes) u(seq, lane)
+    union all select seq, 'published', null from oncebox.published
+    union all select seq, 'dead', null from oncebox.dead)
+select format('event %%s is in %%s', coalesce(e.seq, p.seq),
+    case when e.seq is null then 'room ' || string_agg(p.room, ', ') || ' but was never written'
+         when count(p.room) = 0 then 'no room: it is lost'
+         else count(p.room) || ' rooms: ' || string_agg(p.room, ', ') end)
+from oncebox.event e full join placed p using (seq) group by e.seq, p.seq having count(p.room) <> 1 or e.seq is null
+union all
+select format('event %%s is in lane %%s, not that of its key', p.seq, p.lane)
+from placed p join oncebox.event e using (seq)
+where p.room in ('ready', 'waiting', 'lane_ready', 'claim') and p.lane is distinct from oncebox.lane_of(e.ordering_key)
+union all
+select format('lane %%s is held by %%s, which has no event of it', h.lane, h.token) from oncebox.hold h
+where h.token is not null and not exists (select from oncebox.claim c where c.token = h.token and h.lane = any (c.lanes))
+union all
+select format('lane %%s is claimed by %%s without a hold', u.lane, c.token)
+from oncebox.claim c, unnest(c.lanes) u(lane)
+where u.lane is not null and not exists (select from oncebox.hold h where h.lane = u.lane and h.token = c.token)
+union all
+select format('lane %%s is blocked by %%s, which is not DEAD', lane, blocked_by) from oncebox.hold h
+where blocked_by is not null and not exists (select from oncebox.dead d where d.seq = h.blocked_by)

@@ -84,15 +84,18 @@ class Checker:
 
     def batches(self, drafts: Iterable[Draft]) -> Iterator[Batch]:
         """A list or tuple as one batch, so that one bad event among many stops all; an iterator in bounded pieces."""
-        whole = isinstance(drafts, list | tuple)
+        bounded = not isinstance(drafts, list)
         piece: list[Draft] = []
         encoded: list[tuple[bytes, str]] = []
         size = first = 0
         for draft in drafts:
+            try:
+                encoded.append(self._payload(draft[1]))
+            except InvalidEvent as error:
+                raise _placed(error, first + len(encoded)) from error.__cause__
             piece.append(draft)
-            encoded.append(self._payload(draft, first + len(encoded)))
             size += len(encoded[-1][0])
-            if not whole and (len(piece) == BATCH_EVENTS_MAX or size >= BATCH_BYTES_MAX):
+            if bounded and (len(piece) == BATCH_EVENTS_MAX or size >= BATCH_BYTES_MAX):
                 yield self._batch(piece, encoded, first)
                 first += len(piece)
                 piece, encoded, size = [], [], 0
@@ -101,16 +104,10 @@ class Checker:
 
     def batch(self, draft: Draft) -> Batch:
         """One draft by itself."""
-        return self._checked([draft], [self._encoded(draft)])
+        return self._checked([draft], [self._payload(draft.payload)])
 
-    def _payload(self, draft: Draft, place: int) -> tuple[bytes, str]:
-        try:
-            return self._encoded(draft)
-        except InvalidEvent as error:
-            raise _placed(error, place) from error.__cause__
-
-    def _encoded(self, draft: Draft) -> tuple[bytes, str]:
-        encoded = self.encoder.payload(draft.payload)
+    def _payload(self, value: Any) -> tuple[bytes, str]:
+        encoded = self.encoder.payload(value)
         if len(encoded[0]) > self.payload_max:
             check_payload(encoded[0], self.payload_max)
         return encoded

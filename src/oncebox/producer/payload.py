@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import InvalidEvent
 from ..event import BYTES_TYPE, JSON_TYPE, TEXT_TYPE
 
+_SCALARS = frozenset({str, int, float, bool, type(None)})
 JsonDefault = Callable[[Any], Any]
 
 
@@ -15,11 +16,17 @@ class Encoder:
 
     def __init__(self, default: JsonDefault | None = None) -> None:
         self._default = default
-        self._json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=default)
+        self._encode = json.JSONEncoder(
+            ensure_ascii=False,
+            allow_nan=False,
+            check_circular=False,  # a RecursionError says it too, and costs nothing before
+            separators=(",", ":"),
+            default=default,
+        ).encode
 
     def payload(self, value: Any) -> tuple[bytes, str]:
         """The bytes to persist, and the content type that says what they are."""
-        if isinstance(value, bytes | bytearray | memoryview):
+        if isinstance(value, (bytes, bytearray, memoryview)):
             return bytes(value), BYTES_TYPE
         if isinstance(value, str):
             return utf8("payload", value), TEXT_TYPE
@@ -29,7 +36,7 @@ class Encoder:
         """The value as JSON text; one that is not JSON is an `InvalidEvent` that names the place."""
         try:
             _check_keys(value)
-            return self._json.encode(value)
+            return self._encode(value)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidEvent(field, self._explain(value, error)) from error
 
@@ -76,10 +83,10 @@ def _check_keys(value: Any) -> None:
     if isinstance(value, dict):
         "".join(value)  # the cheapest way to ask whether all are text: it raises TypeError if not
         value = value.values()
-    elif not isinstance(value, list | tuple):
+    elif not isinstance(value, (list, tuple)):
         return
     for item in value:
-        if isinstance(item, dict | list | tuple):
+        if type(item) not in _SCALARS:
             _check_keys(item)
 
 

@@ -6,7 +6,6 @@ store keeps no session state and prepares nothing on the server: it works throug
 
 import json
 import random
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -49,7 +48,8 @@ from .postgresql_pool import Connection, ConnectionPool, split_url
 
 DIALECT = "postgresql"
 ONLINE = "-- online"  # the first line of a migration that must not run in a transaction
-CURSOR_LIFE = 1.0  # seconds between two looks below the cursor: how long a late commit may wait under overload
+SWEEP_EVERY = 1.0  # seconds: how long a late commit may wait under overload
+SWEEP_SHARE = 20  # a look below the cursor is not repeated within this many times its own length
 SHARDS = 16
 _REFUSED = "OB001"  # raised by the guards of the schema
 
@@ -67,7 +67,7 @@ class PostgreSQLStore(OutboxStore):
         self._place = hidden_password(url)
         self._pool = ConnectionPool(*split_url(url), place=self._place)
         self._sql = sql.blocks("postgresql.sql")
-        self._aim = _Aim()
+        self._aims = _Aims()
 
     @classmethod
     def open(cls, url: str, *, check_schema: bool = True) -> Self:
@@ -88,7 +88,13 @@ class PostgreSQLStore(OutboxStore):
 
     def _version(self) -> int | None:
         """The number of the newest migration that ran here; None without a schema."""
-        version: int | None = self._one("version") if self._one("installed") else None
+        ((installed, isolation),) = self._run("installed")
+        if isolation != "read committed":
+            raise InvalidSetting(
+                f"{self._place} runs at {isolation}; claims need read committed: "
+                "`alter role … set default_transaction_isolation to 'read committed'`"
+            )
+        version: int | None = self._one("version") if installed else None
         return version
 
     def pending_migrations(self) -> list[Migration]:
@@ -159,20 +165,21 @@ class PostgreSQLStore(OutboxStore):
             raise InvalidSetting(f"a claim of {limit} events for {lease}: both must be above 0")
         budget = budget or Budget()
         token = uuid7()
-        aim = self._aim.next()
-        rows = self._run(
-            "claim",
-            token=token,
-            worker=worker,
-            lease=lease,
-            limit=limit,
-            bytes=bytes_max,
-            budget=budget.default,
-            budgets=Jsonb(dict(budget.by_type)) if budget.by_type else None,
-            **aim,
-        )
-        claims = _claims(rows, token, worker, lease)
-        self._aim.hit(claims, limit)
+        asked = {
+            "token": token,
+            "worker": worker,
+            "lease": lease,
+            "limit": limit,
+            "bytes": bytes_max,
+            "budget": budget.default,
+            "budgets": Jsonb(dict(budget.by_type)) if budget.by_type else None,
+        }
+        with self._aims.taken() as aim:
+            rows = self._run("claim", **asked, **aim.parameters())
+            if not rows and aim.above:
+                rows = self._run("claim", **asked, **aim.parameters(sweep=True))
+            claims = _claims(rows, token, worker, lease)
+            aim.hit(claims, limit)
         return claims
 
     def renew(self, *, worker: str, tokens: Collection[UUID], lease: timedelta) -> frozenset[UUID]:
@@ -352,30 +359,56 @@ def _fetch(connection: Connection, statement: str, parameters: Mapping[str, Any]
 
 
 class _Aim:
-    """Where a store's next claim looks first; kept for each thread, since each is a worker of its own.
+    """Where one worker's next claim looks first.
 
-    The cursor spares walking over what is gone; it goes back to the start once a second, because a transaction that
-    commits late shows events with a lower seq. Shards and rooms come first in turn, so that none starves.
+    The cursor spares walking over what is gone, which matters while an old transaction keeps the dead rows in the
+    index. A transaction that commits late shows events below the cursor, so a claim looks from the start again after
+    a short batch, and once a second under load; but never for more than a twentieth of the time, should that walk be
+    long. Shards and rooms come first in turn, so that none starves.
     """
 
     def __init__(self) -> None:
-        self._mine = threading.local()
+        self.above = 0
+        self._turn = random.randrange(2 * SHARDS)  # noqa: S311 - no secret
+        self._began = self._sweep_due = self._sweep_allowed = 0.0
 
-    def next(self) -> dict[str, Any]:
-        mine = self._mine
-        if clock.monotonic() >= getattr(mine, "until", 0.0):
-            mine.above, mine.until = 0, clock.monotonic() + CURSOR_LIFE
-        mine.turn = getattr(mine, "turn", random.randrange(2 * SHARDS)) + 1  # noqa: S311 - no secret
+    def parameters(self, *, sweep: bool = False) -> dict[str, Any]:
+        self._began = clock.monotonic()
+        if sweep or self._began >= self._sweep_due:
+            self.above = 0
+        self._turn += 1
         return {
-            "above": mine.above,
-            "lanes_first": mine.turn % 2 == 0,
-            "shard": mine.turn // 2 % SHARDS,
+            "above": self.above,
+            "lanes_first": self._turn % 2 == 0,
+            "shard": self._turn // 2 % SHARDS,
             "point": random.getrandbits(59),
         }
 
     def hit(self, claims: Sequence[Claim], limit: int) -> None:
+        """Note what came of it."""
+        ended = clock.monotonic()
+        if self.above == 0:
+            self._sweep_due = ended + max(SWEEP_EVERY, SWEEP_SHARE * (ended - self._began))
+            self._sweep_allowed = ended + SWEEP_SHARE * (ended - self._began)
+        if len(claims) < limit:
+            self._sweep_due = min(self._sweep_due, self._sweep_allowed)
         fresh = (claim.seq for claim in reversed(claims) if claim.attempts == 1 and claim.event.ordering_key is None)
-        self._mine.above = max(self._mine.above, next(fresh, 0)) if len(claims) == limit else 0
+        self.above = max(self.above, next(fresh, 0))
+
+
+class _Aims:
+    """An aim for each claim that is under way, so that concurrent workers of one store do not share a cursor."""
+
+    def __init__(self) -> None:
+        self._free: list[_Aim] = []
+
+    @contextmanager
+    def taken(self) -> Iterator[_Aim]:
+        aim = self._free.pop() if self._free else _Aim()
+        try:
+            yield aim
+        finally:
+            self._free.append(aim)
 
 
 def _row(event: NewEvent, now: datetime | None) -> tuple[Any, ...]:

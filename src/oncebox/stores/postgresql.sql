@@ -2,7 +2,8 @@
 -- stands here.
 
 -- name: installed
-select to_regclass('oncebox.schema_version') is not null
+-- Lock first, then read in a new statement: that needs READ COMMITTED, so the store asks for the isolation too.
+select to_regclass('oncebox.schema_version') is not null, current_setting('transaction_isolation')
 
 -- name: version
 select max(number) from oncebox.schema_version

@@ -293,7 +293,8 @@ $$;
 
 -- Fresh events without an ordering key, oldest first. FOR UPDATE SKIP LOCKED at the head of the index (LR-040), then
 -- DELETE by ctid. `above` is the worker's cursor: it spares a walk over the index entries of rows that are long gone.
-create function oncebox.take_ready(room integer, bytes bigint, first boolean, above bigint, upto bigint)
+-- What it leaves behind (a transaction that committed late) is found when the worker looks from 0 again.
+create function oncebox.take_ready(room integer, bytes bigint, first boolean, above bigint)
     returns oncebox.taken language plpgsql security definer
     set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
 declare
@@ -302,7 +303,7 @@ declare
     fit integer;
 begin
     select array_agg(r.ctid), array_agg(r.seq) into places, got.seqs
-    from (select ctid, seq from ready where seq > above and seq <= upto order by seq limit room
+    from (select ctid, seq from ready where seq > above order by seq limit room
           for update skip locked) r;
     if places is null then
         return got;
@@ -352,7 +353,8 @@ end $$;
 --
 -- Shard by shard, from `shard` on: 1. the right to take lanes of this shard, until commit; 2. with a snapshot that is
 -- younger than that lock: lanes whose wait is over, and free lanes, one index probe a lane from a random `point` on,
--- so that none starves and a lane with 50,000 events costs as much as one with a single event; 3. the head of each
+-- so that none starves and a lane with 50,000 events costs as much as one with a single event (lanes that waited get
+-- half of the room, so that they do not starve the others); 3. the head of each
 -- lane up to the first event that is not due or suspect. A lane that gave nothing gets a hold that says when to look
 -- again. With a `level`, only lanes of suspects are looked at, and only suspects taken.
 create function oncebox.take_lanes(tok uuid, room integer, bytes bigint, first boolean, level integer,
@@ -385,7 +387,7 @@ begin
         with due as (
             select lane from hold
             where until <= now() and batch_max is not distinct from level and lane between low and high
-            order by until limit room)
+            order by until limit case when level is null then (room + (point & 1)::integer) / 2 else room end)
         , mine as (update hold set token = tok, until = null, batch_max = null from due where hold.lane = due.lane
             returning hold.lane)
         select coalesce(array_agg(lane), '{}') into won from mine;                                         -- 2
@@ -421,16 +423,19 @@ begin
             from unnest(won) with ordinality w(lane, place),
                 lateral (
                     select coalesce(min(s.seq), 9223372036854775807) as seq from (
-                        select seq from lane_ready
-                        where lane = w.lane and level is null
-                          and (available_at is not null or batch_max is not null)
-                          and (available_at > now() or batch_max is not null)
-                        order by seq limit 1) s) stop,
+                        (select seq from lane_ready
+                         where level is null and lane = w.lane
+                           and (available_at is not null or batch_max is not null)  -- names the index
+                           and (available_at > now() or batch_max is not null)
+                         order by seq limit 1)
+                        union all
+                        (select seq from lane_ready
+                         where level is not null and lane = w.lane and (available_at > now() or batch_max is null)
+                         order by seq limit 1)) s) stop,
                 lateral (
-                    select ctid, seq, attempts, available_at, batch_max from lane_ready
+                    select ctid, seq, attempts from lane_ready
                     where lane = w.lane and lane_ready.seq < stop.seq
                     order by seq limit room) r
-            where level is null or (r.batch_max is not null and coalesce(r.available_at <= now(), true))
             order by w.place, r.seq limit room) h;
         if bytes is not null and places is not null then
             select f.fit, f.bytes into fit, part
@@ -487,7 +492,7 @@ declare
     got oncebox.taken;
     laned boolean := false;
     level integer;
-    due_share integer := (room + 1) / 2;  -- what is due again gets half of a claim at first: neither kind starves
+    due_share integer := (room + (point & 1)::integer) / 2;  -- what is due again gets half at first: neither starves
     look text;
 begin
     select batch_max into level from waiting where batch_max is not null and available_at <= now()
@@ -505,25 +510,23 @@ begin
     end if;
     if coalesce(cardinality(hand.seqs), 0) = 0 then
         hand := row('{}', '{}', '{}', 0, false); level := null; laned := false;
-        foreach look in array case when lanes_first then array['lanes', 'due', 'fresh', 'older', 'due']
-                                   else array['due', 'fresh', 'older', 'due', 'lanes'] end loop
+        foreach look in array case when lanes_first then array['lanes', 'due', 'fresh', 'more due']
+                                   else array['due', 'fresh', 'more due', 'lanes'] end loop
             exit when cardinality(hand.seqs) >= room or hand."full";
             case look
             when 'lanes' then
                 got := take_lanes(tok, room - cardinality(hand.seqs), bytes - hand.bytes, cardinality(hand.seqs) = 0,
                     null, shard, point);
             when 'due' then
-                continue when due_share = 0;
                 due_share := least(due_share, room - cardinality(hand.seqs));
+                continue when due_share = 0;
                 got := take_waiting(due_share, bytes - hand.bytes, cardinality(hand.seqs) = 0, null);
-                due_share := case when cardinality(got.seqs) = due_share then room else 0 end;  -- is there more?
+                due_share := due_share - coalesce(cardinality(got.seqs), 0);
             when 'fresh' then
-                got := take_ready(room - cardinality(hand.seqs), bytes - hand.bytes, cardinality(hand.seqs) = 0,
-                    above, 9223372036854775807);
-            when 'older' then  -- below the cursor: committed late
-                continue when above <= 0;
-                got := take_ready(room - cardinality(hand.seqs), bytes - hand.bytes, cardinality(hand.seqs) = 0,
-                    0, above);
+                got := take_ready(room - cardinality(hand.seqs), bytes - hand.bytes, cardinality(hand.seqs) = 0, above);
+            when 'more due' then
+                continue when due_share > 0;  -- the share was not used up: there is no more
+                got := take_waiting(room - cardinality(hand.seqs), bytes - hand.bytes, cardinality(hand.seqs) = 0, null);
             end case;
             hand."full" := coalesce(got."full", false);
             continue when coalesce(cardinality(got.seqs), 0) = 0;
@@ -608,6 +611,9 @@ begin
             delete from hold where token = tok;
         end if;
         return '{}';
+    end if;
+    if cardinality(given) <> (select count(distinct g.seq) from unnest(given) g(seq)) then
+        raise exception 'oncebox: an event has two verdicts in one call' using errcode = 'OB002';
     end if;
 
     insert into published (seq, attempts, published_by)

@@ -30,53 +30,35 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 ENGINES = {"relay", "processor"}
 CONTRACTS = ("stores.base", "publishers.base")
 
-# Which file may import a driver or a client: anywhere in it, or only late (in a function, or for type checkers).
-ANYWHERE = {
-    "sqlite3": ("stores/sqlite*", "producer*"),
-    "psycopg": ("stores/postgresql*",),
-    "psycopg_pool": ("stores/postgresql*",),
+# A driver or a client is imported in the files that bear its name, and nowhere else, not even late.
+DRIVERS = {
+    "sqlite3": ("stores/sqlite*.py", "producer/sqlite.py"),
+    "psycopg": ("stores/postgresql*.py", "producer/psycopg.py"),
+    "psycopg_pool": ("stores/postgresql*.py",),
+    "sqlalchemy": ("producer/sqlalchemy.py",),
     "opentelemetry": ("telemetry.py",),
-    "pyspark": ("spark/*",),
-    "pytest": ("testing/*",),
-    "hypothesis": ("testing/*",),
+    "pyspark": ("spark/*.py",),
+    "pytest": ("testing/*.py",),
+    "hypothesis": ("testing/*.py",),
 }
-LATE = {
-    "psycopg": ("producer*",),
-    "sqlalchemy": ("producer*",),
-    "opentelemetry": ("producer*",),
-}
-DRIVERS = ANYWHERE.keys() | LATE.keys()
 
 
 @dataclass(frozen=True)
 class Import:
     name: str
     line: int
-    late: bool
 
 
 def imports(path: str, text: str) -> Iterator[Import]:
-    """Every import of the module at `path` below src/oncebox, by its absolute name."""
+    """Every import of the module at `path` below src/oncebox, by its absolute name, those inside functions too."""
     package = ["oncebox", *Path(path).parent.parts]
-    yield from _imports(ast.parse(text), package, late=False)
-
-
-def _imports(node: ast.AST, package: list[str], *, late: bool) -> Iterator[Import]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import):
-            yield from (Import(alias.name, child.lineno, late) for alias in child.names)
-        elif isinstance(child, ast.ImportFrom):
-            origin = package[: len(package) - child.level + 1] if child.level else []
-            origin = origin + (child.module.split(".") if child.module else [])
-            yield from (Import(".".join([*origin, alias.name]), child.lineno, late) for alias in child.names)
-        else:
-            yield from _imports(child, package, late=late or _is_late(child))
-
-
-def _is_late(node: ast.AST) -> bool:
-    if isinstance(node, ast.If):
-        return "TYPE_CHECKING" in ast.unparse(node.test)
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            origin = [*above, *filter(None, [node.module])]
+            yield from (Import(".".join([*origin, alias.name]), node.lineno) for alias in node.names)
 
 
 def violations(path: str, text: str) -> list[str]:
@@ -92,7 +74,7 @@ def _objection(path: str, room: str, item: Import) -> str | None:
     top, _, rest = item.name.partition(".")
     if top == "oncebox":
         return _inner_objection(room, rest)
-    return _outer_objection(path, top, late=item.late)
+    return _outer_objection(path, top)
 
 
 def _inner_objection(room: str, target: str) -> str | None:
@@ -112,13 +94,10 @@ def _contracts() -> tuple[str, ...]:
     return tuple(f"{contract}." for contract in CONTRACTS)
 
 
-def _outer_objection(path: str, top: str, *, late: bool) -> str | None:
-    if top in sys.stdlib_module_names and top not in DRIVERS:
-        return None
-    allowed = ANYWHERE.get(top, ()) + (LATE.get(top, ()) if late else ())
-    if any(fnmatch(path, pattern) for pattern in allowed):
-        return None
-    return f"{top} is not imported {'here' if late or top not in LATE else 'here, or not at the top of the module'}"
+def _outer_objection(path: str, top: str) -> str | None:
+    if top in DRIVERS:
+        return None if any(fnmatch(path, pattern) for pattern in DRIVERS[top]) else f"{top} is not imported here"
+    return None if top in sys.stdlib_module_names else f"{top} is imported nowhere; give it a place in DRIVERS"
 
 
 def modules() -> list[str]:
@@ -147,8 +126,8 @@ def test_a_module_imports_only_what_stands_below_it(path: str) -> None:
         ("stores/base.py", "import sqlite3"),
         ("stores/sqlite.py", "import psycopg"),
         ("cli.py", "def late():\n    import psycopg"),
-        ("producer.py", "import psycopg"),
-        ("producer.py", "from sqlalchemy.orm import Session"),
+        ("producer/outbox.py", "if TYPE_CHECKING:\n    import psycopg"),
+        ("producer/psycopg.py", "from sqlalchemy.orm import Session"),
         ("stores/postgresql.py", "def late():\n    import sqlalchemy"),
         ("relay/delivery.py", "from pyspark.sql import SparkSession"),
         ("retry.py", "import requests"),
@@ -165,8 +144,8 @@ def test_an_import_against_the_rule_is_found(path: str, text: str) -> None:
         ("event.py", "import json\nfrom .errors import InvalidEvent"),
         ("stores/sqlite.py", "import sqlite3\nfrom . import sql\nfrom .base import OutboxStore\nfrom .. import clock"),
         ("stores/postgresql.py", "import psycopg\nfrom psycopg_pool import ConnectionPool"),
-        ("producer.py", "def add():\n    import psycopg\n    from sqlalchemy.orm import Session"),
-        ("producer.py", "if TYPE_CHECKING:\n    import sqlalchemy"),
+        ("producer/psycopg.py", "from psycopg import Connection\nfrom . import plan\nfrom ..stores import sql"),
+        ("producer/sqlalchemy.py", "def below():\n    from sqlalchemy.orm import Session\n    from . import psycopg"),
         ("relay/delivery.py", "from ..stores.base import OutboxStore\nfrom ..stores import base"),
         ("spark/shifts.py", "import pyspark\nfrom ..relay.delivery import deliver"),
         ("testing/stores.py", "import pytest\nfrom ..stores.sqlite import SQLiteStore"),

@@ -39,7 +39,7 @@ _COMMENT = re.compile(r"^--.*\n", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One statement of `stores/insert.sql`, by its name there."""
+    """One statement of `stores/producer.sql`, by its name there."""
 
     name: str
     values: Mapping[str, Any]
@@ -239,7 +239,7 @@ def statement(name: str) -> str:
     """The SQL of a step, values named `:name`."""
     from ..stores.sql import blocks  # late: the first event pays for it, not the import of oncebox
 
-    return _COMMENT.sub("", blocks("insert.sql")[name] + "\n").strip().removesuffix(";")
+    return _COMMENT.sub("", blocks("producer.sql")[name] + "\n").strip().removesuffix(";")
 
 
 @cache

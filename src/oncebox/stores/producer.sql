@@ -1,4 +1,5 @@
--- What a producer sends on its caller's own connection: the INSERT contract, and no right beyond it.
+-- What the producer sends on its caller's own connection: the INSERT contract, and no right beyond it. At the end,
+-- what the fixture for users' own tests reads there.
 --
 -- Values are named `:name`, which sqlite3 and SQLAlchemy take as it is and psycopg after a rewrite. The casts make one
 -- text serve every driver: some send a value untyped, others ask the server for the type that it expects.
@@ -77,3 +78,17 @@ select cast(event_id as text) from unnest(oncebox.known(cast(:ids as uuid[]))) a
 -- name: postgresql_serialize
 -- Sorted by the caller: two writers that take the same keys in the same order cannot deadlock.
 select oncebox.serialize(key) from unnest(cast(:keys as text[])) as given (key);
+
+-- name: sqlite_written
+-- For users' own tests: what was written lately, seen from inside the transaction too. A little more than asked for;
+-- the reader compares exactly.
+select event_id, event_type, payload, content_type, ordering_key, partition_key, headers, metadata, created_at,
+    available_at
+from outbox where event_id >= :event_id or julianday(created_at) >= julianday(:created_at) order by seq;
+
+-- name: postgresql_written
+select cast(event_id as text), event_type, payload, content_type, ordering_key, partition_key, cast(headers as text),
+    cast(metadata as text), cast(extract(epoch from created_at) * 1000000 as bigint),
+    cast(extract(epoch from available_at) * 1000000 as bigint)
+from oncebox.outbox
+where event_id >= cast(:event_id as uuid) or created_at >= cast(cast(:created_at as text) as timestamptz) order by seq;

@@ -324,7 +324,7 @@ def replayable(query: Query, *, everything: bool = False) -> Query:
     return replace(query, event_ids=checked_ids(query.event_ids), states=tuple(query.states) or tuple(sorted(TERMINAL)))
 
 
-def checked_ids(event_ids: Sequence[UUID]) -> list[UUID]:
+def checked_ids(event_ids: Sequence[UUID]) -> tuple[UUID, ...]:
     """Each id once, in the order given; `InvalidSetting` if they are too many for one action."""
     ids = _distinct(event_ids)
     if len(ids) > EVENT_IDS_MAX:
@@ -362,8 +362,8 @@ def _tally(records: Iterator[Record]) -> Tally:
     return Tally(number=min(number, COUNT_MAX), exact=number <= COUNT_MAX)
 
 
-def _distinct(event_ids: Sequence[UUID]) -> list[UUID]:
-    return list(dict.fromkeys(event_ids))
+def _distinct(event_ids: Sequence[UUID]) -> tuple[UUID, ...]:
+    return tuple(dict.fromkeys(event_ids))
 
 
 def _chunks(ids: Sequence[UUID], size: int) -> Iterator[Sequence[UUID]]:

@@ -288,7 +288,7 @@ def _forget(call: Call, operations: Operations, name: str) -> int:
 # --- what several share ----------------------------------------------------------------------------------------------
 
 
-def _event_ids(given: Sequence[UUID | str]) -> list[UUID]:
+def _event_ids(given: Sequence[UUID | str]) -> tuple[UUID, ...]:
     """The ids given, and for `-` those on standard input; each once."""
     ids: dict[UUID, None] = {}
     for one in given:

@@ -9,7 +9,6 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from itertools import accumulate
 from typing import Any
@@ -94,7 +93,15 @@ def control(settings: Control) -> dict[str, Any]:
 
 def entry(audited: AuditEntry) -> dict[str, Any]:
     """One action of an operator."""
-    return asdict(audited) | {"at": moment(audited.at), "what": dict(audited.what)}
+    return {
+        "audit_id": audited.audit_id,
+        "at": moment(audited.at),
+        "who": audited.who,
+        "action": audited.action,
+        "why": audited.why,
+        "what": dict(audited.what),
+        "affected": audited.affected,
+    }
 
 
 def killed(one: Killed) -> dict[str, Any]:
@@ -104,7 +111,7 @@ def killed(one: Killed) -> dict[str, Any]:
 
 def migration(one: Migration) -> dict[str, Any]:
     """One numbered change of the schema."""
-    return asdict(one)
+    return {"number": one.number, "name": one.name, "sql": one.sql}
 
 
 def moment(at: datetime | None) -> str | None:

@@ -15,13 +15,12 @@ from urllib.parse import unquote, urlsplit
 from ..errors import DuplicateEvent, OnceboxError, UsageError
 from ..stores.base import hidden_password
 from ..wiring import store_url
-from . import acting, looking
+from . import acting, looking, words
 from .call import FAILED, INTERRUPTED, MISUSED, OK, Call, Refused
 from .parser import WrongUse, parse
 from .tables import Screen
-from .words import build
 
-COMMANDS: Mapping[str, Callable[[Call], int]] = {
+RUN: Mapping[str, Callable[[Call], int]] = {
     "init": acting.migrate,
     "migrate": acting.migrate,
     "add": acting.add,
@@ -44,31 +43,31 @@ COMMANDS: Mapping[str, Callable[[Call], int]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; prints nothing but its answer, or what went wrong."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = _run(words)
+        code = _run(argv)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read our answer has seen enough
         _forget_stdout()
         return OK
     except KeyboardInterrupt as stop:
-        return _fail(words, INTERRUPTED, stop, "interrupted")
+        return _fail(argv, INTERRUPTED, stop, "interrupted")
     except SystemExit as end:  # --help and --version
         return OK if end.code is None else int(end.code)
     except Exception as error:  # noqa: BLE001 - an operator gets a message, never a bare traceback
-        return _fail(words, *_judged(error))
+        return _fail(argv, *_judged(error))
     return code
 
 
-def _run(words: Sequence[str]) -> int:
-    if not words:
-        build()[0].print_help(sys.stderr)
+def _run(argv: Sequence[str]) -> int:
+    if not argv:
+        words.root().print_help(sys.stderr)
         return MISUSED
-    args = parse(words, *build())
-    return COMMANDS[args.command](Call(args, Screen.of_stdout()))
+    args = parse(argv, words.root(), words.COMMANDS)
+    return RUN[args.command](Call(args, Screen.of_stdout()))
 
 
 def _judged(error: Exception) -> tuple[int, Exception, str]:
@@ -86,23 +85,23 @@ def _judged(error: Exception) -> tuple[int, Exception, str]:
     return FAILED, error, f"unexpected {type(error).__name__}: {error}\n{hint}"
 
 
-def _fail(words: Sequence[str], code: int, error: BaseException, message: str) -> int:
+def _fail(argv: Sequence[str], code: int, error: BaseException, message: str) -> int:
     """Say what went wrong, and how far it came, on standard error; as JSON to whoever asked for JSON."""
     told = "\n".join([message, *getattr(error, "__notes__", [])])
-    if "--json" in words:
+    if "--json" in argv:
         shown = json.dumps({"error": told.replace("\n", "; "), "type": type(error).__name__})
     else:
         shown = f"oncebox: {told}"
-    if "--debug" in words:
+    if "--debug" in argv:
         shown = "".join(traceback.format_exception(error)) + shown
     with contextlib.suppress(BrokenPipeError):
-        print(_redacted(shown, words), file=sys.stderr, flush=True)
+        print(_redacted(shown, argv), file=sys.stderr, flush=True)
     return code
 
 
-def _redacted(text: str, words: Sequence[str]) -> str:
+def _redacted(text: str, argv: Sequence[str]) -> str:
     """The text without the password of the store's URL, in whatever form a driver quotes it."""
-    for url in _urls(words):
+    for url in _urls(argv):
         text = text.replace(url, hidden_password(url))
         try:
             secret = urlsplit(url).password
@@ -113,9 +112,9 @@ def _redacted(text: str, words: Sequence[str]) -> str:
     return text
 
 
-def _urls(words: Sequence[str]) -> list[str]:
+def _urls(argv: Sequence[str]) -> list[str]:
     """Every word that may be a store's URL: the command line may not have been understood."""
-    return [word.removeprefix("--store=") for word in words if "://" in word] + [store_url()]
+    return [word.removeprefix("--store=") for word in argv if "://" in word] + [store_url()]
 
 
 def _forget_stdout() -> None:

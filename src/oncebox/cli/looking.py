@@ -18,9 +18,9 @@ SHOWN_BYTES = 4_096  # of a payload; `show --raw` writes all of it
 def list_events(call: Call) -> int:
     """`list`: rows for people, an array for programs; either way read and written piece by piece."""
     limit = call.args.limit or (values.ALL if call.args.json else LIST_LIMIT)
+    asked, order = query(call.args), Order.NEWEST if call.args.newest else Order.OLDEST
     with call.operations() as operations:
-        order = Order.NEWEST if call.args.newest else Order.OLDEST
-        found = operations.find(query(call.args), limit=limit + 1, order=order, after=call.args.after)
+        found = operations.find(asked, limit=limit + 1, order=order, after=call.args.after)
         for line in (_json_array if call.args.json else _event_table)(islice(found, limit), call):
             print(line)
         if next(found, None) is not None:

@@ -3,10 +3,11 @@
 import argparse
 import shutil
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from ..config import STORE_DEFAULT, STORE_VARIABLE
 from . import values
 
 HELP_WIDTH_MAX = 100
@@ -43,6 +44,11 @@ class Parser(argparse.ArgumentParser):
         """Every option that it takes."""
         return [name for action in self.arguments for name in action.option_strings]
 
+    @property
+    def options_with_value(self) -> list[str]:
+        """Those that take the next word as their value."""
+        return [name for action in self.arguments if action.nargs != 0 for name in action.option_strings]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
@@ -54,35 +60,49 @@ class Command:
     examples: Sequence[str]
     arguments: Callable[[Parser], None]
 
+    def parser(self) -> Parser:
+        """What understands its arguments, and explains them."""
+        parser = Parser(
+            prog=f"oncebox {self.name}",
+            description=_wrapped(self.description),
+            epilog="\n  ".join(["examples:", *self.examples]),
+        )
+        self.arguments(parser)
+        everywhere(parser)
+        parser.set_defaults(command=self.name)
+        return parser
 
-def parse(argv: Sequence[str], root: Parser, parsers: Mapping[str, Parser]) -> argparse.Namespace:
-    """The command and its options; `WrongUse` for what is not understood, naming what was probably meant."""
-    if argv[0] == "help":
+
+def everywhere(parser: Parser) -> None:
+    """The options of every command, which may also stand before it."""
+    where = f"the store's URL (default: ${STORE_VARIABLE}, else {STORE_DEFAULT})"
+    parser.add_argument("--store", metavar="URL", help=where)
+    parser.add_argument("--json", action="store_true", help="answer with one JSON document on standard output")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def parse(argv: Sequence[str], root: Parser, commands: Mapping[str, Command]) -> argparse.Namespace:
+    """The command and its options; `WrongUse` for what is not understood, naming what was probably meant.
+
+    Options may stand anywhere, those of every command also before it.
+    """
+    if argv[:1] == ["help"]:
         argv = [*argv[1:], "--help"]
-    command = _command(argv, root)
-    if command is not None:
-        _check_command(command, parsers)
-        _check_options(argv, parsers[command])
-    try:
-        return root.parse_args(argv)
-    except WrongUse as error:
-        raise WrongUse(str(error), usage_of(command)) from None
+    at = _position(argv, root)
+    before, words, behind = argv[:at], argv[at : at + 1], argv[at + 1 :]
+    if not words or {"-h", "--help", "--version"}.intersection(before):
+        root.parse_args(before)
+        raise WrongUse("no command was given")
+    if words[0] not in commands:
+        raise WrongUse(f"{_unknown('command', words[0], commands)}\ncommands: {', '.join(commands)}")
+    parser = commands[words[0]].parser()
+    _check_options([*before, *behind], parser)
+    return parser.parse_intermixed_args([*before, *behind])
 
 
-def usage_of(command: str | None) -> str:
+def usage_of(command: str) -> str:
     """Where to read on about a command."""
-    return f"oncebox {command} --help" if command else "oncebox --help"
-
-
-def command_parser(parsers: "argparse._SubParsersAction[Parser]", command: Command) -> Parser:
-    """The parser of one command, with its help."""
-    parser = parsers.add_parser(
-        command.name,
-        description=_wrapped(command.description),
-        epilog="\n  ".join(["examples:", *command.examples]),
-    )
-    command.arguments(parser)
-    return parser
+    return f"oncebox {command} --help"
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
@@ -104,23 +124,15 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def _command(argv: Sequence[str], root: Parser) -> str | None:
-    """The first word that is no option and no option's value."""
-    with_value = {name for action in root.arguments if action.nargs != 0 for name in action.option_strings}
-    words = iter(argv)
-    for word in words:
-        if word in with_value:
-            next(words, None)
-        elif not word.startswith("-"):
-            return word
-        elif (name := word.partition("=")[0]) not in root.options:
+def _position(argv: Sequence[str], root: Parser) -> int:
+    """Where the command is: the first word that is no option and no option's value."""
+    at = 0
+    while at < len(argv) and argv[at].startswith("-"):
+        name = argv[at].partition("=")[0]
+        if name not in root.options:
             raise WrongUse(_unknown("option", name, root.options))
-    return None
-
-
-def _check_command(command: str, parsers: Mapping[str, Parser]) -> None:
-    if command not in parsers:
-        raise WrongUse(f"{_unknown('command', command, list(parsers))}\ncommands: {', '.join(parsers)}")
+        at += 2 if argv[at] in root.options_with_value else 1
+    return at
 
 
 def _check_options(argv: Sequence[str], parser: Parser) -> None:
@@ -133,6 +145,6 @@ def _check_options(argv: Sequence[str], parser: Parser) -> None:
             raise WrongUse(_unknown("option", name, parser.options), f"{parser.prog} --help")
 
 
-def _unknown(kind: str, word: str, known: Sequence[str]) -> str:
+def _unknown(kind: str, word: str, known: Iterable[str]) -> str:
     hint = values.meant(word, known)
     return f"unknown {kind} {word!r}" + (f"; {hint.strip()}" if hint else "")

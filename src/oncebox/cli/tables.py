@@ -69,16 +69,19 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]], screen: Scre
 
 def fitted(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[int]:
     """The width of each column: its content's, shrunk to fit `width`; 0 for one that was dropped."""
-    widths = [
-        max(shown_width(column.title), *(shown_width(printable(row[position])) for row in rows), 0)
-        for position, column in enumerate(columns)
-    ]
+    widths = [_natural(column, [row[position] for row in rows]) for position, column in enumerate(columns)]
     if width is None:
         return widths
     for position in reversed(range(len(columns))):
         if columns[position].droppable and _excess(_least(columns, widths), width) > 0:
             widths[position] = 0
     return _shrunk(columns, widths, width)
+
+
+def _natural(column: Column, cells: Sequence[str]) -> int:
+    """The width of a column's content; nothing for a droppable one that has none."""
+    widest = max((shown_width(printable(cell)) for cell in cells), default=0)
+    return 0 if column.droppable and not widest else max(widest, shown_width(column.title))
 
 
 def _least(columns: Sequence[Column], widths: Sequence[int]) -> list[int]:

@@ -3,51 +3,35 @@
 docs/reference/cli.md is made from `COMMANDS`.
 """
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
-from ..config import STORE_DEFAULT, STORE_VARIABLE
 from . import values
-from .parser import Command, Parser, command_parser
+from .parser import Command, Parser, everywhere
 
 WHO_VARIABLE = "ONCEBOX_WHO"
 LIST_LIMIT = 100
 AUDIT_LIMIT = 20
 
 
-def build() -> tuple[Parser, dict[str, Parser]]:
-    """The whole parser, and that of each command."""
-    root = Parser(
+def root() -> Parser:
+    """What understands the words before a command; without a command it only helps."""
+    parser = Parser(
         prog="oncebox",
+        usage="oncebox [--store URL] [--json] [--debug] COMMAND ...",
         description="Look at the events of a transactional outbox, and act on them.",
         epilog=_overview(),
     )
-    root.add_argument("--version", action="version", version=f"oncebox {version('oncebox')}", help="show the version")
-    everywhere(root)
-    root.set_defaults(store=None, json=False, debug=False)
-    commands = root.add_subparsers(metavar="COMMAND", dest="command", required=True, help=argparse.SUPPRESS)
-    parsers = {command.name: command_parser(commands, command) for command in COMMANDS}
-    for parser in parsers.values():
-        everywhere(parser)
-    return root, parsers
+    parser.add_argument("--version", action="version", version=f"oncebox {version('oncebox')}", help="show the version")
+    everywhere(parser)
+    return parser
 
 
 def _overview() -> str:
-    width = max(len(command.name) for command in COMMANDS)
-    lines = [f"{command.name:{width}}  {command.summary}" for command in COMMANDS]
+    width = max(map(len, COMMANDS))
+    lines = [f"{name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
     hint = "`oncebox COMMAND --help` explains a command, with examples."
     return "\n  ".join(["commands:", *lines]) + f"\n\n{hint}"
-
-
-def everywhere(parser: Parser) -> None:
-    """The options that stand before the command or after it."""
-    where = f"the store's URL (default: ${STORE_VARIABLE}, else {STORE_DEFAULT})"
-    parser.add_argument("--store", metavar="URL", default=argparse.SUPPRESS, help=where)
-    answer = "answer with one JSON document on standard output"
-    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=answer)
-    trace = "show the traceback of an error"
-    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=trace)
 
 
 # --- arguments that several commands share -------------------------------------------------------------------------
@@ -185,7 +169,7 @@ def _nothing(_: Parser) -> None:
     """A command without arguments of its own."""
 
 
-COMMANDS: Sequence[Command] = (
+_IN_ORDER: Sequence[Command] = (
     Command(
         name="init",
         summary="create the schema in a database",
@@ -350,3 +334,5 @@ COMMANDS: Sequence[Command] = (
         arguments=_nothing,
     ),
 )
+
+COMMANDS: Mapping[str, Command] = {command.name: command for command in _IN_ORDER}

@@ -1,0 +1,23 @@
+"""What Oncebox ships for tests: the conformance kit of stores, real servers, and fixtures for users' own tests.
+
+The kit needs pytest and Hypothesis (`pip install 'oncebox[testing]'`), so it is imported when it is first asked for:
+whoever wants a server only, needs neither.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .conformance import StoreConformance, StoreCore
+
+__all__ = ["StoreConformance", "StoreCore"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import pytest
+
+    pytest.register_assert_rewrite(f"{__name__}.conformance", f"{__name__}.machine")
+    from . import conformance
+
+    return getattr(conformance, name)

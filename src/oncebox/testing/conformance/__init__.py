@@ -1,0 +1,46 @@
+"""The conformance kit of a store: subclass `StoreConformance`, give it your store, run pytest.
+
+    class TestMyStore(StoreConformance):
+        store_type = MyStore
+
+        @pytest.fixture
+        def new_url(self, tmp_path):
+            numbers = itertools.count()
+            return lambda: f"mystore:///{tmp_path}/{next(numbers)}"
+
+Every rule of the specification that a store can keep is a named test that carries its id. Each part is a class of
+its own; `StoreCore` is all of them but the Hypothesis machine and the tests with processes, which take longer.
+"""
+
+from .base import Conformance, DatabaseServer, needs
+from .claims import ClaimsConformance
+from .control import ControlConformance
+from .leases import LeasesConformance
+from .lifecycle import LifecycleConformance
+from .model import ModelConformance
+from .operations import OperationsConformance
+from .ordering import OrderingConformance
+from .schema import SchemaConformance
+from .suspects import SuspectsConformance
+from .tampering import ATTACKS, TamperingConformance
+
+__all__ = ["ATTACKS", "Conformance", "DatabaseServer", "StoreConformance", "StoreCore", "needs"]
+
+
+class StoreCore(
+    SchemaConformance,
+    ModelConformance,
+    LifecycleConformance,
+    ClaimsConformance,
+    LeasesConformance,
+    SuspectsConformance,
+    OrderingConformance,
+    OperationsConformance,
+    ControlConformance,
+    TamperingConformance,
+):
+    """All that one process can show."""
+
+
+class StoreConformance(StoreCore):
+    """All that a store promises."""

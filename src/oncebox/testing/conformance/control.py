@@ -1,0 +1,143 @@
+"""Rows that relays and operators share: settings, living workers, readers of the event log."""
+
+from datetime import timedelta
+
+import pytest
+
+from ...config import Control
+from ...errors import InvalidSetting
+from ...event import State
+from ...stores.base import OutboxStore, Worker
+from . import given
+from .base import Conformance
+
+requirement = pytest.mark.requirement
+
+
+def worker(name: str, **fields: object) -> Worker:
+    return Worker(**{"worker_id": name, "kind": "relay", "host": "host-1", "pid": 42} | fields)  # type: ignore[arg-type]
+
+
+class ControlConformance(Conformance):
+    """LR-002, LR-032, LR-042 and LR-052, as far as rows keep them."""
+
+    @requirement("LR-002")
+    def test_a_new_store_has_the_default_settings(self, store: OutboxStore) -> None:
+        assert store.control() == Control()
+
+    @requirement("LR-002", "LR-042")
+    @pytest.mark.parametrize(
+        "control",
+        [
+            Control(paused=True),
+            Control(on_dead="skip"),
+            Control(lease=timedelta(seconds=1.25), claim_max=7, rate_max=0.5),
+            Control(paused=True, on_dead="skip", lease=timedelta(minutes=2), claim_max=1, rate_max=1_000.0),
+        ],
+    )
+    def test_settings_are_rows_that_everybody_sees(self, store: OutboxStore, url: str, control: Control) -> None:
+        store.set_control(control, audit_id=given.audited(store))
+        other = self.open(url)
+        try:
+            assert other.control() == control
+        finally:
+            other.close()
+        assert store.stats().paused is control.paused
+
+    @requirement("LR-002")
+    def test_settings_are_replaced_as_a_whole(self, store: OutboxStore) -> None:
+        audit_id = given.audited(store)
+        store.set_control(Control(paused=True, claim_max=3, lease=given.LEASE), audit_id=audit_id)
+        store.set_control(Control(rate_max=2.0), audit_id=audit_id)
+        assert store.control() == Control(rate_max=2.0)
+
+    @requirement("LR-032")
+    def test_a_worker_that_signed_on_is_among_the_living(self, store: OutboxStore) -> None:
+        store.sign_on(worker("relay-1", details={"version": "1.2", "shards": [1, 2]}))
+        (alive,) = store.workers()
+        assert (alive.worker_id, alive.kind, alive.host, alive.pid) == ("relay-1", "relay", "host-1", 42)
+        assert dict(alive.details) == {"version": "1.2", "shards": [1, 2]}
+        assert alive.started_at is not None
+        assert alive.seen_at is not None
+        assert alive.silent_for is not None
+        assert alive.silent_for >= timedelta(0)
+        assert store.stats().workers == 1
+
+    @requirement("LR-032")
+    def test_two_living_workers_never_share_a_name(self, store: OutboxStore) -> None:
+        store.sign_on(worker("relay-1", pid=1))
+        with pytest.raises(InvalidSetting, match="relay-1"):
+            store.sign_on(worker("relay-1", pid=2))
+        assert [alive.pid for alive in store.workers()] == [1]
+
+    @requirement("LR-030", "LR-032")
+    def test_a_worker_that_signed_off_is_gone_and_its_leases_stay(self, store: OutboxStore) -> None:
+        given.append(store)
+        store.sign_on(worker("relay-1"))
+        claimed = given.claim_one(store, worker="relay-1")
+        store.sign_off("relay-1")
+        assert store.workers() == []
+        assert given.record(store, claimed.event.event_id).state is State.CLAIMED
+        given.publish(store, [claimed])
+
+    @requirement("LR-030")
+    def test_signing_off_twice_or_without_signing_on_is_harmless(self, store: OutboxStore) -> None:
+        store.sign_on(worker("relay-1"))
+        for name in ("relay-1", "relay-1", "unknown"):
+            store.sign_off(name)
+        assert store.workers() == []
+
+    @requirement("LR-052", "LR-010")
+    def test_a_renewal_is_a_sign_of_life_also_without_tokens(self, store: OutboxStore) -> None:
+        store.sign_on(worker("relay-1"))
+        first = store.workers()[0].seen_at
+        assert first is not None
+
+        def seen_later() -> bool:
+            store.renew(worker="relay-1", tokens=[], lease=given.LEASE)
+            seen = store.workers()[0].seen_at
+            return seen is not None and seen > first
+
+        given.eventually(seen_later)
+
+    @requirement("LR-052")
+    def test_silence_grows_by_the_stores_clock(self, store: OutboxStore) -> None:
+        store.sign_on(worker("relay-1"))
+        first = store.workers()[0].silent_for
+        assert first is not None
+        given.eventually(lambda: (store.workers()[0].silent_for or first) > first)
+
+    @requirement("LR-052")
+    def test_the_longest_silent_worker_comes_first(self, store: OutboxStore) -> None:
+        names = ["relay-1", "relay-2", "relay-3"]
+        for name in names:
+            store.sign_on(worker(name))
+            seen = next(alive.seen_at for alive in store.workers() if alive.worker_id == name)
+            assert seen is not None
+            given.eventually(lambda seen=seen: given.record(store, given.append_one(store)).event.created_at > seen)  # type: ignore[misc]
+        assert [alive.worker_id for alive in store.workers()] == names
+        store.renew(worker="relay-1", tokens=[], lease=given.LEASE)
+        assert [alive.worker_id for alive in store.workers()] == ["relay-2", "relay-3", "relay-1"]
+
+    @requirement("LR-010")
+    def test_a_worker_that_never_signed_on_may_renew(self, store: OutboxStore) -> None:
+        given.append(store)
+        claimed = given.claim_one(store)
+        assert store.renew(worker="stranger", tokens=[claimed.token], lease=given.LEASE) == frozenset()
+        assert store.workers() == []
+
+    @requirement("SC-02")
+    def test_readers_are_kept_with_their_positions(self, store: OutboxStore) -> None:
+        first = store.set_reader("a")
+        given.append(store, 3)
+        second = store.set_reader("b")
+        assert dict(store.readers()) == {"a": first, "b": second}
+        assert first != second
+        assert store.set_reader("b", first) == first
+        assert dict(store.readers()) == {"a": first, "b": first}
+
+    @requirement("SC-02")
+    def test_a_reader_that_is_not_known_cannot_be_forgotten(self, store: OutboxStore) -> None:
+        store.set_reader("a")
+        assert [store.forget_reader(name) for name in ("a", "a", "b")] == [True, False, False]
+        assert dict(store.readers()) == {}

@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 def run(connection: sqlite3.Connection, work: Work[T], *, allow_autocommit: bool) -> T:
     """Do the work in the connection's transaction; in the default mode an INSERT opens one if there is none."""
-    alone = commits_each_statement(connection)
+    with failures.translated(_failure):
+        alone = commits_each_statement(connection)
     if alone and work.needs_transaction and not allow_autocommit:
         raise NotInTransaction(
             failures.autocommit(

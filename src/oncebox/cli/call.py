@@ -67,7 +67,7 @@ class Call:
         """Ask, unless told not to; go on only after a yes."""
         if self.args.yes:
             return
-        if not sys.stdin.isatty():
+        if not tables.watched(sys.stdin):
             raise WrongUse(f"{question} Nobody is there to answer: add --yes", usage_of(self.args.command))
         print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         code = _run(argv)
-        sys.stdout.flush()
+        print(end="", flush=True)
     except BrokenPipeError:  # whoever read our answer has seen enough
         _forget_stdout()
         return OK

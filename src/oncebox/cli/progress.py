@@ -7,6 +7,7 @@ from typing import Self, TextIO
 
 from .. import clock
 from ..admin.operations import Progress
+from .tables import watched
 
 BAR = 24  # columns
 REDRAW = 0.1  # seconds
@@ -24,7 +25,7 @@ class Bar:
     ) -> None:
         self._verb = verb
         self._stream = sys.stderr if stream is None else stream
-        self._seen = self._stream.isatty()
+        self._seen = watched(self._stream)
         self._monotonic = monotonic
         self._began = monotonic()
         self._drawn_at = float("-inf")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import chain, islice
+from typing import TextIO
 
 from ..event import State
 
@@ -37,7 +38,7 @@ class Screen:
     @classmethod
     def of_stdout(cls) -> "Screen":
         """The terminal of this process, or a pipe."""
-        seen = sys.stdout.isatty()
+        seen = watched(sys.stdout)
         width = shutil.get_terminal_size().columns if seen or "COLUMNS" in os.environ else None
         return cls(width=width, colour=seen and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb")
 
@@ -48,6 +49,11 @@ class Screen:
     def state(self, text: str, state: State) -> str:
         """The text in the colour of a state."""
         return self.paint(text, COLOURS[state])
+
+
+def watched(stream: TextIO | None) -> bool:
+    """Whether a person is at the other end; nobody is at that of a stream that was closed before we started."""
+    return stream is not None and stream.isatty()
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[str]], screen: Screen) -> Iterator[str]:

@@ -56,9 +56,9 @@ def _ids(parser: Parser, nargs: str) -> None:
     parser.add_argument("event_ids", metavar="ID", nargs=nargs, type=values.event_ids, help=ids)
 
 
-def _filters(parser: Parser) -> None:
-    states = "in this state: PENDING, CLAIMED, PUBLISHED or DEAD; several with commas"
-    parser.add_argument("--state", metavar="STATE", type=values.states, action="extend", default=[], help=states)
+def _filters(parser: Parser, states: str) -> None:
+    state = f"in this state: {states}; several with commas"
+    parser.add_argument("--state", metavar="STATE", type=values.states, action="extend", default=[], help=state)
     event_type = "of this event type; may be repeated"
     parser.add_argument("--type", metavar="TYPE", action="append", default=[], help=event_type)
     parser.add_argument("--key", metavar="KEY", help="with this ordering key")
@@ -91,7 +91,7 @@ def _add(parser: Parser) -> None:
 
 
 def _list(parser: Parser) -> None:
-    _filters(parser)
+    _filters(parser, "PENDING, CLAIMED, PUBLISHED or DEAD")
     parser.add_argument("--eligible", action="store_true", help="only what a relay could claim now")
     limit = f"how many at most, or all (default: {LIST_LIMIT}; with --json all)"
     parser.add_argument("--limit", metavar="N", type=values.limit, help=limit)
@@ -106,7 +106,7 @@ def _show(parser: Parser) -> None:
 
 def _replay(parser: Parser) -> None:
     _ids(parser, "*")
-    _filters(parser)
+    _filters(parser, "PUBLISHED or DEAD (default: both)")
     parser.add_argument("--all", action="store_true", help="every PUBLISHED and DEAD event, in place of a filter")
     parser.add_argument("--rate", metavar="N/s", type=values.rate, help="at most so many a second, like 100/s or 30/m")
     parser.add_argument("--after", metavar="SEQ", type=values.seq, default=0, help="go on behind an interrupted replay")

@@ -1,7 +1,6 @@
 """The PostgreSQL store keeps every rule of the kit."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import psycopg
@@ -13,25 +12,33 @@ from oncebox.testing import StoreConformance
 from oncebox.testing.servers import PostgreSQL
 from tests.conformance.attacks_postgresql import POSTGRESQL_ATTACKS
 
-TEMPLATE = "oncebox_migrated"
 ROLES = ("kit_writer", "kit_relay", "kit_operator", "oncebox")  # the last one owns the schema
 REFUSED = (psycopg.errors.InsufficientPrivilege, psycopg.errors.IntegrityError, psycopg.errors.GeneratedAlways)
+EMPTY = """
+do $$
+declare name text;
+begin
+    set local session_replication_role = replica;  -- no trigger fires
+    for name in select tablename from pg_tables where schemaname = 'oncebox' and tablename <> 'schema_version' loop
+        execute format('delete from oncebox.%I', name);
+    end loop;
+end $$"""
 
 
-def prepare(server: PostgreSQL) -> PostgreSQL:
-    """Make a database to copy: schema in place, and a role for each part."""
-    server.psql(f"create database {TEMPLATE}")
-    store = PostgreSQLStore.open(server.database_url(TEMPLATE), check_schema=False)
+def prepare(server: PostgreSQL) -> str:
+    """The URL of a database with the schema in place, and a role for each part."""
+    url = server.database_url("kit")
+    server.psql("create database kit")
+    store = PostgreSQLStore.open(url, check_schema=False)
     store.migrate()
     store.close()
     for role in ROLES[:-1]:
-        part = role.removeprefix("kit_")
-        server.psql(f"create role {role}; select oncebox.admit('{role}', '{part}')", server.database_url(TEMPLATE))
-    return server
+        server.psql(f"create role {role}; select oncebox.admit('{role}', '{role.removeprefix('kit_')}')", url)
+    return url
 
 
 @pytest.fixture(scope="session")
-def migrated(postgresql: PostgreSQL) -> PostgreSQL:
+def prepared_url(postgresql: PostgreSQL) -> str:
     return prepare(postgresql)
 
 
@@ -45,9 +52,13 @@ class TestPostgreSQL(StoreConformance):
     )
 
     @pytest.fixture
-    def new_url(self, migrated: PostgreSQL) -> Iterator[Callable[[], str]]:
-        with ExitStack() as databases:
-            yield lambda: databases.enter_context(migrated.database(template=TEMPLATE))
+    def new_url(self, prepared_url: str) -> Callable[[], str]:
+        def empty() -> str:
+            with psycopg.connect(prepared_url) as connection:
+                connection.execute(EMPTY)
+            return prepared_url
+
+        return empty
 
     @pytest.fixture
     def blank_url(self, postgresql_url: str) -> str:
@@ -56,11 +67,11 @@ class TestPostgreSQL(StoreConformance):
     @pytest.fixture
     def database_server(self) -> Iterator[PostgreSQL]:
         with PostgreSQL() as server:
-            yield prepare(server)
+            yield server
 
     @pytest.fixture
     def server_url(self, database_server: PostgreSQL) -> str:
-        return database_server.database_url(TEMPLATE)
+        return prepare(database_server)
 
     def raw(self, url: str, sql: str) -> list[tuple[Any, ...]]:
         """As the first role that may: if any of them gets through, the statement got through."""

@@ -52,7 +52,10 @@ class Conformance:
 
     @pytest.fixture
     def new_url(self) -> Callable[[], str]:
-        """Give a function: each call makes a new place without events and returns its URL. The kit migrates it."""
+        """Give a function that returns the URL of a place without events; the kit migrates it.
+
+        It may be the same place at every call, if a call empties it of events, settings, workers, readers and audit.
+        """
         raise NotImplementedError(f"{type(self).__name__} needs a fixture `new_url`: see the how-to 'Write a store'")
 
     @pytest.fixture

@@ -180,8 +180,8 @@ class LifecycleConformance(Conformance):
     def test_each_error_and_each_delay_goes_to_its_own_event(self, store: OutboxStore) -> None:
         event_ids = given.append(store, 30)
         claims = given.claim(store)
-        verdicts = {one: Retry(f"error of {one.seq}", delay=given.FAR + timedelta(seconds=one.seq)) for one in claims}
-        assert store.finalize(list(reversed([(one, verdicts[one]) for one in claims]))) == []
+        verdicts = [Retry(f"error of {one.seq}", delay=given.FAR + timedelta(seconds=one.seq)) for one in claims]
+        assert store.finalize(list(zip(claims, verdicts, strict=True))[::-1]) == []
         kept = {one.event.event_id: one for one in given.records(store)}
         assert set(kept) == set(event_ids)
         ends = [one.available_at for one in kept.values() if one.available_at is not None]

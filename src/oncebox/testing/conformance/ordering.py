@@ -326,6 +326,29 @@ class OrderingConformance(Conformance):
 
     @requirement("SC-11")
     @needs(ordering=True)
+    @pytest.mark.parametrize("end", ["published", "released", "crashed", "killed"])
+    def test_a_death_is_not_forgotten_while_its_key_is_still_held(self, store: OutboxStore, end: str) -> None:
+        event_ids = given.append(store, 3, ordering_key="k")
+        first, second = given.claim(store, limit=2)
+        given.finalize(store, [first], Dead("over"))
+        assert given.claim(store, worker="b") == []
+        match end:
+            case "published":
+                given.publish(store, [second])
+            case "released":
+                given.finalize(store, [second], Released())
+            case "crashed":
+                given.crash(store)
+            case "killed":
+                given.kill(store, event_ids[1:2])
+        assert given.claim(store, worker="b") == []
+        assert store.stats().blocked_keys == 1
+        given.replay_these(store, event_ids[:1])
+        ended = event_ids[1:2] if end in {"published", "killed"} else []
+        assert given.ids(given.deliver_all(store)) == [one for one in event_ids if one not in ended]
+
+    @requirement("SC-11")
+    @needs(ordering=True)
     def test_an_event_without_a_key_blocks_nothing_when_it_dies(self, store: OutboxStore) -> None:
         given.dead(store, 3)
         event_ids = given.append(store, 2) + given.append(store, 1, ordering_key="k")
@@ -431,11 +454,11 @@ class OrderingConformance(Conformance):
     def test_neither_ordered_nor_unordered_events_starve_each_other(self, store: OutboxStore) -> None:
         unordered = set(given.append(store, 20))
         ordered = {one for n in range(20) for one in given.append(store, 1, ordering_key=f"key-{n}")}
-        for number in range(300):
+        for _ in range(300):
             if not unordered | ordered:
                 break
             given.append(store, 3)
-            store.append([given.new_event(ordering_key=f"more-{number}-{n}") for n in range(3)])
+            store.append([given.new_event(ordering_key=f"hot-{n}") for n in range(3)])
             some = given.claim(store, limit=3)
             unordered -= set(given.ids(some))
             ordered -= set(given.ids(some))

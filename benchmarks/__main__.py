@@ -1,0 +1,60 @@
+"""`python -m benchmarks`: run, print the table, keep it as JSON; a full run also writes docs/benchmarks.md."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from oncebox.testing.servers import PostgreSQL
+
+from . import costs, database, delivery, machine, report, writing
+from .results import Result
+from .scale import FULL, QUICK, Scale
+
+ROOT = Path(__file__).resolve().parent.parent
+JSON = ROOT / "build" / "benchmarks.json"
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+Benchmark = Callable[[PostgreSQL, Scale], list[Result]]
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "delivery": delivery.delivery,
+    "held": delivery.held,
+    "unanalyzed": delivery.unanalyzed,
+    "writing": writing.writing,
+    "terminal": costs.terminal,
+    "blocked": costs.blocked,
+    "lanes": costs.lanes,
+    "heartbeat": costs.heartbeat,
+}
+
+
+def main(arguments: list[str]) -> int:
+    options = parser().parse_args(arguments)
+    scale = QUICK if options.quick else FULL
+    results: list[Result] = []
+    with database.server() as server:
+        words = machine.words(database.ask(server.url, database.VERSION))
+        for name in options.only or BENCHMARKS:
+            print(f"… {name}", file=sys.stderr, flush=True)
+            found = BENCHMARKS[name](server, scale)
+            print(report.table(found), file=sys.stderr, flush=True)
+            results += found
+    print(report.table(results))
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report.document(results, words), indent=2) + "\n")
+    if not options.quick and not options.only:
+        PAGE.write_text(report.page(results, words, database.SETTINGS))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    shown = argparse.ArgumentParser(prog="python -m benchmarks", description="Speed as ratios to bare loops.")
+    shown.add_argument("--quick", action="store_true", help="a smoke run at a twentieth of the size")
+    shown.add_argument("--only", nargs="+", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
+    shown.add_argument("--json", type=Path, default=JSON, help="where to keep the figures (%(default)s)")
+    return shown
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

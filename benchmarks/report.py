@@ -1,0 +1,77 @@
+"""Results as a table for people, a page for the docs, and JSON."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .results import Result
+
+HEADINGS = ("what", "ours", "baseline", "ratio", "spread", "bar", "met")
+
+PAGE = """# Benchmarks
+
+Written by `make bench`; do not edit. Both sides of a ratio ran in one run, in turns, on one machine: a ratio is the
+median over the rounds, and beside it stands the spread of its middle half. Absolute figures say something about this
+machine only: {machine}.
+
+{table}
+
+{shortfalls}
+
+## What is compared
+
+- **The yardstick** is the outbox that everybody writes: one wide table with a `state` column, partial indexes, room in
+  its pages for new row versions, vacuum tuned as ours is. A bare psycopg loop in 2 processes claims 1,000 events by
+  `UPDATE … SKIP LOCKED … RETURNING` and finalizes them by `UPDATE`: no token, no guard, no order, no retry. Payloads
+  have 200 bytes. Its index is one that the planner cannot confuse with the primary key, and its statements are prepared.
+- **Ours** is `PostgreSQLStore.claim` and `.finalize` as a relay calls them, with fencing and guards on. Ordered means
+  that each event has an ordering key and that order holds; the yardstick beside it knows no order.
+- **A transaction held open** is a `REPEATABLE READ` snapshot that somebody forgot: vacuum can clear nothing away.
+- **Costs** (ms) compare one call in two situations, call by call in turns; the bar is an upper one.
+- **WAL and dead tuples** are counted, not timed: what an event leaves in the log and in the tables.
+- PostgreSQL runs with `fsync` on and {settings}. SQLite runs in WAL mode with `synchronous` FULL on both sides.
+
+What is counted rather than timed is held by tests: statements and round trips for 1,000 events, and the index entries
+and blocks that a claim reads (`tests/unit/test_statement_counts.py`).
+"""
+
+
+def table(results: Sequence[Result]) -> str:
+    """A Markdown table whose columns are aligned, so that it reads well in a terminal too."""
+    rows = [HEADINGS, *(_row(result) for result in results)]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(HEADINGS))]
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    against = result.baseline_figure
+    low, high = result.spread
+    return (
+        result.what,
+        f"{_number(result.figure)} {result.unit}",
+        "" if against is None else f"{_number(against)}, {result.baseline_is}",
+        "" if result.ratio is None else f"{result.ratio:.2f}",
+        "" if low == high else f"{low:.2f}–{high:.2f}",
+        str(result.bar or ""),
+        {True: "yes", False: "**no**", None: ""}[result.met],
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def page(results: Sequence[Result], machine: str, settings: Mapping[str, str]) -> str:
+    """The page for the docs."""
+    missed = [f"- {result.what}: {result.ratio:.2f}. {result.shortfall}" for result in results if result.met is False]
+    return PAGE.format(
+        machine=machine,
+        table=table(results),
+        shortfalls="\n".join(["Below the bar:", "", *missed]) if missed else "Every bar is met.",
+        settings=", ".join(f"`{name}` {value}" for name, value in settings.items()),
+    )
+
+
+def document(results: Sequence[Result], machine: str) -> dict[str, Any]:
+    """The same as one JSON document."""
+    return {"machine": machine, "results": [result.document() for result in results]}

@@ -1,0 +1,58 @@
+"""How much work a run does."""
+
+from dataclasses import dataclass
+
+PAYLOAD = bytes(range(200))
+EVENT_TYPE = "order.created"
+CONTENT_TYPE = "application/octet-stream"
+BATCH = 1_000  # events a claim
+WORKERS = 2  # processes
+LOAD = 10_000  # rows a statement while events are made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Numbers of one run; `quick` is a smoke run of all of them at a twentieth."""
+
+    rounds: int
+    rounds_held: int
+    delivered: int  # events of one delivery round
+    passed: int  # events that pass while a transaction is held open
+    terminal: int  # rows behind a claim
+    blocked: int  # events behind a blocked key
+    lanes: int  # keys with an event each, where the number of keys is what is looked at
+    written: int  # events of one round of add_many
+    written_singly: int  # transactions of one round of add
+    claims: int  # claims whose cost is compared
+    renewals: int
+    delivered_sqlite: int
+
+
+FULL = Scale(
+    rounds=5,
+    rounds_held=3,
+    delivered=200_000,
+    passed=500_000,
+    terminal=5_000_000,
+    blocked=50_000,
+    lanes=1_000_000,
+    written=100_000,
+    written_singly=500,
+    claims=60,
+    renewals=200,
+    delivered_sqlite=100_000,
+)
+QUICK = Scale(
+    rounds=1,
+    rounds_held=1,
+    delivered=10_000,
+    passed=25_000,
+    terminal=250_000,
+    blocked=2_500,
+    lanes=50_000,
+    written=5_000,
+    written_singly=25,
+    claims=6,
+    renewals=10,
+    delivered_sqlite=5_000,
+)

@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from .config import STORE_DEFAULT, STORE_VARIABLE
 from .errors import UnknownStore
@@ -27,8 +27,16 @@ def store_class(url: str) -> type[OutboxStore]:
     scheme, colon, _ = url.partition("://")
     known = {entry.name: entry for entry in entry_points(group=STORE_GROUP)}
     if colon and scheme in known:
-        loaded: type[OutboxStore] = known[scheme].load()
-        return loaded
+        return _loaded(known[scheme])
     near = difflib.get_close_matches(scheme, known, n=1)
     hint = f"did you mean {near[0]}://? " if near else ""
     raise UnknownStore(f"no store for {hidden_password(url)!r}; {hint}known: {', '.join(sorted(known))}")
+
+
+def _loaded(entry: EntryPoint) -> type[OutboxStore]:
+    try:
+        loaded: type[OutboxStore] = entry.load()
+    except ModuleNotFoundError as error:
+        way = f"pip install 'oncebox[{entry.name}]'" if entry.module.startswith("oncebox.") else "install it"
+        raise UnknownStore(f"{entry.name}:// needs the module {error.name!r}, which is not there: {way}") from error
+    return loaded

@@ -105,7 +105,8 @@ class PostgreSQLStore(OutboxStore):
         if not self.pending_migrations():
             return []
         with self._connection() as turn, turn.transaction():
-            _fetch(turn, self._sql["migration_lock"])
+            # The simple protocol: a portal of the other one would keep its snapshot, and an online index waits for it.
+            turn.execute(self._sql["migration_lock"].encode())
             missing = self.pending_migrations()
             for migration in missing:
                 self._apply(migration)

@@ -1,0 +1,391 @@
+"""What only PostgreSQL has: roles, plain SQL writers, a pool, a pooler in front, restarts, online migrations."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import psycopg
+import pytest
+from psycopg import sql as compose
+
+from oncebox.clock import uuid7, uuid7s
+from oncebox.errors import (
+    ForbiddenWrite,
+    InvalidSetting,
+    SchemaMissing,
+    SchemaOutdated,
+    SchemaTooNew,
+    StoreError,
+    StoreUnavailable,
+)
+from oncebox.event import NewEvent, Published, State
+from oncebox.stores import sql
+from oncebox.stores.base import Migration
+from oncebox.stores.postgresql import PostgreSQLStore
+from oncebox.testing.servers import PgBouncer, PostgreSQL
+
+LEASE = timedelta(seconds=30)
+
+
+@pytest.fixture
+def store(postgresql_url: str) -> Iterator[PostgreSQLStore]:
+    opened = PostgreSQLStore.open(postgresql_url, check_schema=False)
+    opened.migrate()
+    yield opened
+    assert opened.verify() == []
+    opened.close()
+
+
+@pytest.fixture
+def by_hand(postgresql_url: str, store: PostgreSQLStore) -> Iterator[psycopg.Connection]:
+    """What somebody types into psql, as the owner of everything."""
+    with psycopg.connect(postgresql_url, autocommit=True) as connection:
+        yield connection
+
+
+@pytest.fixture
+def role(by_hand: psycopg.Connection) -> Iterator[str]:
+    """A login role without any right of its own."""
+    name = f"role_{uuid7().hex}"
+    by_hand.execute(compose.SQL("create role {} login password 'secret'").format(compose.Identifier(name)))
+    yield name
+    by_hand.execute(compose.SQL("drop owned by {0}; drop role {0}").format(compose.Identifier(name)))
+
+
+def _events(count: int, key: str | None = None) -> list[NewEvent]:
+    return [NewEvent(event_id=i, event_type="order.created", payload=b"{}", ordering_key=key) for i in uuid7s(count)]
+
+
+def _url_of(url: str, role: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=f"{role}:secret@{parts.hostname}:{parts.port}").geturl()
+
+
+def _drain(store: PostgreSQLStore, worker: str = "w") -> list[int]:
+    taken: list[int] = []
+    while claims := store.claim(worker=worker, limit=100, lease=LEASE):
+        assert store.finalize([(claim, Published()) for claim in claims]) == []
+        taken += [claim.seq for claim in claims]
+    return taken
+
+
+# --- plain SQL -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement("EM-01", "EM-04", "LC-20")
+def test_two_columns_are_enough_for_a_writer_in_another_language(
+    store: PostgreSQLStore, by_hand: psycopg.Connection
+) -> None:
+    by_hand.execute("insert into oncebox.event (event_type, payload) values ('order.created', 'hello')")
+    (record,) = store.find()
+    assert (record.state, record.attempts, record.event.payload) == (State.PENDING, 0, b"hello")
+    assert record.event.event_id.version == 7
+    assert [claim.event for claim in store.claim(worker="w", limit=1, lease=LEASE)] == [record.event]
+
+
+@pytest.mark.requirement("EM-11")
+@pytest.mark.parametrize("column", ["created_at", "xid"])
+def test_a_writer_cannot_choose_what_the_database_sets(by_hand: psycopg.Connection, column: str) -> None:
+    value = {"created_at": "now() - interval '1 day'", "xid": "'3'::xid8"}[column]
+    with pytest.raises(psycopg.Error, match="set by the database"):
+        by_hand.execute(f"insert into oncebox.event (event_type, payload, {column}) values ('t', '', {value})")
+
+
+@pytest.mark.parametrize(
+    "columns",
+    ["headers) values ('t', '', '{\"a\": 1}'", "headers) values ('t', '', '[]'", "metadata) values ('t', '', '3'"],
+)
+def test_the_database_refuses_headers_that_no_broker_could_carry(by_hand: psycopg.Connection, columns: str) -> None:
+    with pytest.raises(psycopg.errors.CheckViolation):
+        by_hand.execute(f"insert into oncebox.event (event_type, payload, {columns})")
+
+
+def test_each_event_keeps_the_transaction_that_wrote_it(by_hand: psycopg.Connection) -> None:
+    with by_hand.transaction():
+        writer = by_hand.execute("select pg_current_xact_id()::text").fetchone()
+        by_hand.execute("insert into oncebox.event (event_type, payload) values ('t', '')")
+    assert by_hand.execute("select xid::text from oncebox.outbox").fetchone() == writer
+
+
+@pytest.mark.requirement("SC-01", "LC-19")
+def test_an_event_that_commits_late_is_found_though_later_ones_are_gone(
+    store: PostgreSQLStore, postgresql_url: str
+) -> None:
+    with psycopg.connect(postgresql_url) as late:
+        late.execute("insert into oncebox.event (event_type, payload) values ('late', '')")
+        store.append(_events(250))
+        assert len(_drain(store)) == 250
+        late.commit()
+        assert len(_drain(store)) == 1
+
+
+def test_writers_of_one_key_take_turns_when_they_serialize(store: PostgreSQLStore, postgresql_url: str) -> None:
+    insert = "insert into oncebox.event (event_type, payload, ordering_key) values ('t', %s, 'k')"
+    second_waits = threading.Event()
+
+    def second() -> None:
+        with psycopg.connect(postgresql_url) as connection:
+            second_waits.set()
+            connection.execute("select oncebox.serialize('k')")
+            connection.execute(insert, [b"second"])
+
+    with psycopg.connect(postgresql_url) as first, ThreadPoolExecutor(1) as pool:
+        first.execute("select oncebox.serialize('k')")
+        running = pool.submit(second)
+        second_waits.wait()
+        first.execute(insert, [b"first"])
+        first.commit()
+        running.result()
+    assert [record.event.payload for record in store.find()] == [b"first", b"second"]
+
+
+# --- roles ---------------------------------------------------------------------------------------------------------
+
+
+def _refused(connection: psycopg.Connection, statement: str) -> None:
+    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+        connection.execute(statement.encode())
+
+
+@pytest.mark.requirement("LC-20", "EM-24")
+def test_a_writer_may_add_events_and_nothing_else(
+    store: PostgreSQLStore, by_hand: psycopg.Connection, postgresql_url: str, role: str
+) -> None:
+    by_hand.execute("select oncebox.admit(%s, 'writer')", [role])
+    with psycopg.connect(_url_of(postgresql_url, role), autocommit=True) as writer:
+        writer.execute(
+            "insert into oncebox.event (event_type, payload, ordering_key, headers) values ('t', '', 'k', '{\"a\": \"b\"}')"
+        )
+        writer.execute("select oncebox.serialize('k'), oncebox.known('{}')")
+        for statement in (
+            "select payload from oncebox.event",
+            "select * from oncebox.outbox",
+            "update oncebox.event set payload = ''",
+            "delete from oncebox.event",
+            "insert into oncebox.published (seq, attempts, published_by) values (1, 1, 'me')",
+            "delete from oncebox.lane_ready",
+            "insert into oncebox.event (event_type, payload, created_at) values ('t', '', now())",
+            "select oncebox.claim(oncebox.uuid7(), 'me', '30s', 1, null, 1, null, 0, true, 0, 0)",
+            "select oncebox.kill('{}', '', 1)",
+            "select oncebox.admit(current_user, 'operator')",
+        ):
+            _refused(writer, statement)
+    assert store.stats().states[State.PENDING] == 1
+
+
+@pytest.mark.requirement("LC-01")
+def test_a_relay_claims_and_finalizes_but_does_not_operate(
+    store: PostgreSQLStore, by_hand: psycopg.Connection, postgresql_url: str, role: str
+) -> None:
+    by_hand.execute("select oncebox.admit(%s, 'relay')", [role])
+    store.append(_events(3))
+    relay = PostgreSQLStore.open(_url_of(postgresql_url, role))
+    try:
+        assert len(_drain(relay)) == 3
+        assert relay.reap() == []
+        with pytest.raises(StoreError, match="admit"):
+            relay.begin_audit(who="relay", action="kill", why=None, what={})
+    finally:
+        relay.close()
+
+
+def test_an_operator_acts_without_owning_anything(
+    store: PostgreSQLStore, by_hand: psycopg.Connection, postgresql_url: str, role: str
+) -> None:
+    by_hand.execute("select oncebox.admit(%s, 'operator')", [role])
+    (event,) = _events(1, key="k")
+    store.append([event])
+    operator = PostgreSQLStore.open(_url_of(postgresql_url, role))
+    try:
+        entry = operator.begin_audit(who="ann", action="kill", why="wrong", what={})
+        assert [killed.event_id for killed in operator.kill([event.event_id], reason="no", audit_id=entry)]
+    finally:
+        operator.close()
+    with psycopg.connect(_url_of(postgresql_url, role), autocommit=True) as connection:
+        _refused(connection, "delete from oncebox.dead")
+        _refused(connection, "delete from oncebox.audit")
+
+
+def test_a_part_that_does_not_exist_is_refused(by_hand: psycopg.Connection, role: str) -> None:
+    with pytest.raises(psycopg.Error, match="writer, relay or operator"):
+        by_hand.execute("select oncebox.admit(%s, 'reader')", [role])
+
+
+# --- connections ---------------------------------------------------------------------------------------------------
+
+
+def test_everything_works_through_pgbouncer_in_transaction_mode(
+    store: PostgreSQLStore, postgresql_url: str, pgbouncer: PgBouncer
+) -> None:
+    pooled = PostgreSQLStore.open(pgbouncer.database_url(urlsplit(postgresql_url).path.lstrip("/")))
+    try:
+        pooled.append(_events(500) + _events(500, key="k"))
+        with ThreadPoolExecutor(4) as pool:
+            taken = sum(pool.map(lambda n: _drain(pooled, f"w{n}"), range(4)), [])
+        assert sorted(taken) == list(range(1, 1001))
+        assert pooled.renew(worker="w0", tokens=[uuid7()], lease=LEASE)
+        assert pooled.migrate() == []
+    finally:
+        pooled.close()
+
+
+@pytest.mark.requirement("LR-041")
+def test_the_pool_is_bounded_and_all_callers_are_served(store: PostgreSQLStore, postgresql_url: str) -> None:
+    pooled = PostgreSQLStore.open(f"{postgresql_url}?pool_max=3&application_name=bounded")
+    count = "select count(*) from pg_stat_activity where application_name = 'bounded'"
+    seen = []
+    try:
+        pooled.append(_events(2000))
+        with ThreadPoolExecutor(12) as pool, psycopg.connect(postgresql_url, autocommit=True) as watcher:
+            running = [pool.submit(_drain, pooled, f"w{n}") for n in range(12)]
+            while not all(one.done() for one in running):
+                seen.append(watcher.execute(count).fetchone())
+            assert sum(len(one.result()) for one in running) == 2000
+    finally:
+        pooled.close()
+    assert max(row[0] for row in seen if row) <= 3
+
+
+@pytest.mark.requirement("LC-19", "SC-06")
+def test_a_restarted_server_is_found_again_without_an_error() -> None:
+    with PostgreSQL() as server:
+        store = PostgreSQLStore.open(server.url, check_schema=False)
+        store.migrate()
+        store.append(_events(5))
+        server.kill()
+        with pytest.raises(StoreUnavailable) as refused:
+            store.stats()
+        assert server.password not in str(refused.value)
+        server.start()
+        assert len(_drain(store)) == 5
+        server.stop()
+        server.start()
+        assert store.stats().states[State.PUBLISHED] == 5  # the idle connection was seen to be gone
+        store.close()
+
+
+def test_a_password_may_come_from_the_environment(
+    store: PostgreSQLStore, postgresql: PostgreSQL, postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = postgresql_url.replace(f":{postgresql.password}@", "@")
+    with pytest.raises(StoreUnavailable, match="password"):
+        PostgreSQLStore.open(bare)
+    monkeypatch.setenv("PGPASSWORD", postgresql.password)
+    PostgreSQLStore.open(bare).close()
+
+
+def test_tls_that_the_server_cannot_give_is_an_error_and_not_a_fallback(postgresql_url: str) -> None:
+    with pytest.raises(StoreUnavailable, match="SSL"):
+        PostgreSQLStore.open(f"{postgresql_url}?sslmode=require")
+
+
+@pytest.mark.parametrize("option", ["pool_max=0", "pool_max=many", "sslmod=require"])
+def test_a_wrong_option_is_named_and_the_password_is_not(postgresql: PostgreSQL, option: str) -> None:
+    with pytest.raises(InvalidSetting, match=option.partition("=")[0]) as refused:
+        PostgreSQLStore.open(f"{postgresql.url}?{option}")
+    assert postgresql.password not in str(refused.value)
+
+
+def test_an_isolation_under_which_claims_are_not_safe_is_refused(
+    store: PostgreSQLStore, by_hand: psycopg.Connection, postgresql_url: str
+) -> None:
+    by_hand.execute(
+        compose.SQL("alter database {} set default_transaction_isolation = 'repeatable read'").format(
+            compose.Identifier(urlsplit(postgresql_url).path.lstrip("/"))
+        )
+    )
+    with pytest.raises(InvalidSetting, match="read committed"):
+        PostgreSQLStore.open(postgresql_url)
+
+
+# --- migrations ----------------------------------------------------------------------------------------------------
+
+
+def test_a_database_without_a_schema_names_the_command_that_helps(postgresql_url: str) -> None:
+    with pytest.raises(SchemaMissing, match="oncebox init"):
+        PostgreSQLStore.open(postgresql_url)
+
+
+def test_two_who_migrate_at_once_take_turns(postgresql_url: str) -> None:
+    def migrate(_: int) -> int:
+        store = PostgreSQLStore.open(postgresql_url, check_schema=False)
+        try:
+            return len(store.migrate())
+        finally:
+            store.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        ran = list(pool.map(migrate, range(4)))
+    assert sorted(ran) == [0, 0, 0, len(sql.migrations("postgresql"))]
+
+
+@pytest.fixture
+def with_migration(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Migration]]:
+    """Lets a test act as a later version of Oncebox by adding migrations."""
+    known = list(sql.migrations("postgresql"))
+    monkeypatch.setattr(sql, "migrations", lambda dialect: tuple(known))
+    yield known
+
+
+def test_an_older_and_a_newer_schema_name_the_way_out(
+    store: PostgreSQLStore, by_hand: psycopg.Connection, postgresql_url: str, with_migration: list[Migration]
+) -> None:
+    by_hand.execute("insert into oncebox.schema_version (number, name) values (999, 'from the future')")
+    with pytest.raises(SchemaTooNew, match="upgrade oncebox"):
+        PostgreSQLStore.open(postgresql_url)
+    by_hand.execute("delete from oncebox.schema_version where number = 999")
+    with_migration.append(Migration(number=len(with_migration) + 1, name="next", sql="select 1"))
+    with pytest.raises(SchemaOutdated, match="oncebox migrate"):
+        PostgreSQLStore.open(postgresql_url)
+
+
+def test_an_online_migration_does_not_wait_for_open_writers_to_let_others_write(
+    store: PostgreSQLStore, by_hand: psycopg.Connection, postgresql_url: str, with_migration: list[Migration]
+) -> None:
+    index = "create index concurrently if not exists event_by_type on oncebox.event (event_type)"
+    with_migration.append(
+        Migration(number=len(with_migration) + 1, name="by_type", sql=f"-- online\n{index};\nselect 1;\n")
+    )
+    with psycopg.connect(postgresql_url) as writer, ThreadPoolExecutor(1) as pool:
+        writer.execute("insert into oncebox.event (event_type, payload) values ('open', '')")
+        running = pool.submit(store.migrate)
+        waiting = "select count(*) from pg_stat_activity where query like '%concurrently%' and wait_event_type = 'Lock'"
+        while not running.done() and by_hand.execute(waiting).fetchone() == (0,):
+            pass
+        store.append(_events(1))  # a third party writes meanwhile
+        writer.commit()
+        assert [migration.name for migration in running.result()] == ["by_type"]
+    assert by_hand.execute("select to_regclass('oncebox.event_by_type') is not null").fetchone() == (True,)
+
+
+def test_a_migration_gives_up_rather_than_make_every_writer_wait(
+    store: PostgreSQLStore, postgresql_url: str, with_migration: list[Migration], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_migration.append(
+        Migration(number=len(with_migration) + 1, name="wider", sql="alter table oncebox.event add column extra text")
+    )
+    monkeypatch.setitem(store._sql, "migration_patience", "set local lock_timeout = '50ms'")
+    with psycopg.connect(postgresql_url) as writer:
+        writer.execute("insert into oncebox.event (event_type, payload) values ('open', '')")
+        with pytest.raises(StoreError, match="lock timeout"):
+            store.migrate()
+    assert len(store.migrate()) == 1
+
+
+# --- the database refuses ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement("LC-01", "LC-20", "EM-21", "EM-24")
+@pytest.mark.parametrize("room", ["ready", "waiting", "lane_ready", "claim", "hold", "published", "dead", "trouble"])
+@pytest.mark.parametrize("verb", ["delete from oncebox.{}", "truncate oncebox.{}"])
+def test_no_room_is_emptied_by_hand_even_by_a_superuser(by_hand: psycopg.Connection, room: str, verb: str) -> None:
+    with pytest.raises(psycopg.Error, match="refused") as refused:
+        by_hand.execute(verb.format(room).encode())
+    assert refused.value.sqlstate == "OB001"
+
+
+def test_a_refusal_reaches_a_caller_of_the_store_as_one_error(store: PostgreSQLStore) -> None:
+    with pytest.raises(ForbiddenWrite, match="lifecycle"):
+        store._execute("delete from oncebox.ready")

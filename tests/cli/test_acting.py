@@ -249,7 +249,7 @@ def test_prune_deletes_by_age_and_only_what_is_terminal(cli: Cli, store: OutboxS
     pending(store, 1)
     assert cli("prune", "--published-after", "7d", "--dead-after", "30d").out == "pruned 0 events\n"
     clock.sleep(0.01)
-    assert cli("prune", "--published-after", "1ms", "--dry-run").out == "would prune about 5 events PUBLISHED\n"
+    assert cli("prune", "--published-after", "1ms", "--dry-run").out == "would prune about 5 PUBLISHED events\n"
     assert cli("prune", "--published-after", "1ms", "--batch", "2", "--json").json == {"pruned": 5, "readers": {}}
     assert states(store) == {"PENDING": 1, "DEAD": 2}
     assert last_audit(cli) == ("prune", 5)

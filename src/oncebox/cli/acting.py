@@ -209,7 +209,7 @@ def prune(call: Call) -> int:
 def _prune_dry_run(call: Call, operations: Operations, ages: Mapping[str, timedelta | None]) -> int:
     found = operations.prunable(published_after=ages["published_after"], dead_after=ages["dead_after"])
     readers = operations.readers()
-    lines = [f"would prune about {tables.events(t.number, exact=t.exact)} {state}" for state, t in found.items()]
+    lines = [f"would prune about {tables.events(t.number, exact=t.exact, state=s)}" for s, t in found.items()]
     counts = {str(state): tally.number for state, tally in found.items()}
     exact = all(tally.exact for tally in found.values())
     document = {"dry_run": True, "states": counts, "exact": exact, "readers": dict(readers)}

@@ -26,6 +26,11 @@ def written(document: Any) -> str:
     return json.dumps(document, indent=2, allow_nan=False)
 
 
+def line(document: Any) -> str:
+    """The same on one line: a fifth of the time, for documents of many parts."""
+    return json.dumps(document, allow_nan=False)
+
+
 def compact(document: Any) -> str:
     """The document on one line, for people."""
     return json.dumps(document, ensure_ascii=False, default=str)

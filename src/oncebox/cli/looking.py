@@ -34,7 +34,7 @@ def _json_array(records: Iterator[Record], _: Call) -> Iterator[str]:
     for record in records:
         if held:
             yield held + ","
-        held = documents.written(documents.event(record))
+        held = documents.line(documents.event(record))
     yield held + "]"
 
 

@@ -152,6 +152,13 @@ def test_replay_by_id_says_which_it_passed_over(cli: Cli, store: OutboxStore) ->
     assert states(store) == {"PENDING": 2}
 
 
+def test_an_id_that_a_filter_excludes_is_passed_over(cli: Cli, store: OutboxStore) -> None:
+    [done] = published(store)
+    outcome = cli("replay", done, "--state", "DEAD", "--yes", "--json")
+    assert outcome.code == 1
+    assert outcome.json == {"replayed": 0, "passed_over": [{"event_id": str(done), "state": "PUBLISHED"}]}
+
+
 def test_replay_of_everything_takes_both_terminal_states(cli: Cli, store: OutboxStore) -> None:
     dead(store, 1)
     published(store, 2)

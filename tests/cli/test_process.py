@@ -94,6 +94,15 @@ def test_ids_come_from_standard_input(process: Cli, store: OutboxStore) -> None:
     assert "standard input: 'nonsense' is not an event id" in wrong.err
 
 
+@pytest.mark.parametrize("words", [["replay", "-", "--state", "DEAD"], ["replay", "-", "--all"], ["kill", "-"]])
+def test_an_empty_pipe_names_no_event_and_never_all(process: Cli, store: OutboxStore, words: list[str]) -> None:
+    dead(store, 3)
+    outcome = process(*words, "--yes", stdin=b"\n")
+    assert (outcome.code, outcome.out) == (1, "")
+    assert "names no event id" in outcome.err
+    assert store.stats().states[State.DEAD] == 3
+
+
 def test_closed_streams_are_nobody_to_ask(store: OutboxStore) -> None:
     dead(store)
     done = subprocess.run(["sh", "-c", '"$@" <&-', "sh", *command("replay", "--all")], capture_output=True, check=False)

@@ -14,7 +14,7 @@ from uuid import UUID
 from .. import clock
 from ..admin.operations import EVENT_IDS_MAX, Operations, Tally, checked_ids, replayable
 from ..config import Control
-from ..event import BYTES_TYPE, JSON_TYPE, PAYLOAD_BYTES_LIMIT, TERMINAL, TEXT_TYPE, NewEvent, State
+from ..event import BYTES_TYPE, JSON_TYPE, PAYLOAD_BYTES_LIMIT, TEXT_TYPE, NewEvent, State
 from ..stores.base import Migration, Query
 from . import documents, tables, values
 from .call import FAILED, OK, Call, Refused, following, query
@@ -111,7 +111,7 @@ def replay(call: Call) -> int:
             call.confirm(f"replay {tables.events(tally.number, exact=tally.exact)}?")
         before = operations.states(meant.event_ids)
         done = _replay(call, operations, meant, total=tally.number if tally.exact else None)
-    passed = {event_id: before.get(event_id) for event_id in meant.event_ids if before.get(event_id) not in TERMINAL}
+    passed = {one: before.get(one) for one in meant.event_ids if before.get(one) not in meant.states}
     document = {"replayed": done, "passed_over": _passed_documents(passed)}
     call.answer(document, [f"replayed {tables.events(done)}", *_passed_lines(passed)])
     return FAILED if passed else OK
@@ -299,9 +299,12 @@ def _event_ids(given: Sequence[UUID | str]) -> tuple[UUID, ...]:
 def _read_ids() -> list[UUID]:
     words = islice((word for line in sys.stdin for word in line.split()), EVENT_IDS_MAX + 1)
     try:
-        return [values.event_id(word) for word in words]
+        ids = [values.event_id(word) for word in words]
     except argparse.ArgumentTypeError as error:
         raise WrongUse(f"standard input: {error}") from None
+    if not ids:  # an empty pipe means no event, never all of them
+        raise Refused("standard input names no event id; nothing was changed")
+    return ids
 
 
 def _passed_lines(passed: Mapping[UUID, State | None]) -> Iterator[str]:

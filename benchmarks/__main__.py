@@ -8,7 +8,7 @@ from pathlib import Path
 
 from oncebox.testing.servers import PostgreSQL
 
-from . import costs, database, delivery, machine, report, writing
+from . import costs, database, delivery, machine, report, sqlite, writing
 from .results import Result
 from .scale import FULL, QUICK, Scale
 
@@ -26,6 +26,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "blocked": costs.blocked,
     "lanes": costs.lanes,
     "heartbeat": costs.heartbeat,
+    "sqlite": sqlite.sqlite,
 }
 
 

@@ -22,7 +22,7 @@ machine only: {machine}.
 - **The yardstick** is the outbox that everybody writes: one wide table with a `state` column, partial indexes, room in
   its pages for new row versions, vacuum tuned as ours is. A bare psycopg loop in 2 processes claims 1,000 events by
   `UPDATE … SKIP LOCKED … RETURNING` and finalizes them by `UPDATE`: no token, no guard, no order, no retry. Payloads
-  have 200 bytes. Its index is one that the planner cannot confuse with the primary key, and its statements are prepared.
+  have 200 bytes. Its index is one that the planner cannot confuse with the primary key; its statements are prepared.
 - **Ours** is `PostgreSQLStore.claim` and `.finalize` as a relay calls them, with fencing and guards on. Ordered means
   that each event has an ordering key and that order holds; the yardstick beside it knows no order.
 - **A transaction held open** is a `REPEATABLE READ` snapshot that somebody forgot: vacuum can clear nothing away.

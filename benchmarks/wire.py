@@ -75,10 +75,8 @@ def _accept(wire: Wire, threads: list[threading.Thread]) -> None:
             client, _ = wire.listener.accept()
             server = socket.create_connection(wire.server)
             talk = _Talk(wire)
-            for pair in (
-                (client, server, _messages(talk.asked, started=False)),
-                (server, client, _messages(talk.answered)),
-            ):
+            asked, answered = _messages(talk.asked, started=False), _messages(talk.answered)
+            for pair in ((client, server, asked), (server, client, answered)):
                 threads.append(threading.Thread(target=_pump, args=pair))
                 threads[-1].start()
 

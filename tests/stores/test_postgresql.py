@@ -223,7 +223,7 @@ def test_everything_works_through_pgbouncer_in_transaction_mode(
     try:
         pooled.append(_events(500) + _events(500, key="k"))
         with ThreadPoolExecutor(4) as pool:
-            taken = sum(pool.map(lambda n: _drain(pooled, f"w{n}"), range(4)), [])
+            taken = [seq for part in pool.map(lambda n: _drain(pooled, f"w{n}"), range(4)) for seq in part]
         assert sorted(taken) == list(range(1, 1001))
         assert pooled.renew(worker="w0", tokens=[uuid7()], lease=LEASE)
         assert pooled.migrate() == []
@@ -322,11 +322,11 @@ def test_two_who_migrate_at_once_take_turns(postgresql_url: str) -> None:
 
 
 @pytest.fixture
-def with_migration(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Migration]]:
+def with_migration(monkeypatch: pytest.MonkeyPatch) -> list[Migration]:
     """Lets a test act as a later version of Oncebox by adding migrations."""
     known = list(sql.migrations("postgresql"))
-    monkeypatch.setattr(sql, "migrations", lambda dialect: tuple(known))
-    yield known
+    monkeypatch.setattr(sql, "migrations", lambda _: tuple(known))
+    return known
 
 
 def test_an_older_and_a_newer_schema_name_the_way_out(
@@ -374,7 +374,7 @@ def test_a_migration_gives_up_rather_than_make_every_writer_wait(
     assert len(store.migrate()) == 1
 
 
-# --- the database refuses ----------------------------------------------------------------------------------------------
+# --- the database refuses ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.requirement("LC-01", "LC-20", "EM-21", "EM-24")

@@ -19,6 +19,7 @@ from ..config import Budget, Control
 from ..event import Claim, NewEvent, Record, State, Verdict
 
 LEASE_RENEWALS = 3  # a claim ends at this many leases, however often it is renewed (LR-051)
+ERROR_MAX = 8_000  # characters of `last_error` that are kept
 SUSPECT_DIVISOR = 8  # the events of an expired claim of n come back in claims of n / 8 at most, at last alone
 
 
@@ -315,6 +316,11 @@ class OutboxStore(ABC):
     @abstractmethod
     def verify(self) -> list[str]:
         """Look for events that break an invariant (in no state or in two, a hold without a claim); one line each."""
+
+
+def storable_error(error: str) -> str:
+    """An error as every database can keep it: of limited length, without NUL and lone surrogates."""
+    return error[:ERROR_MAX].encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
 _PASSWORD = re.compile(r"(?<=://)([^/?#@:]*):[^/?#]*@")

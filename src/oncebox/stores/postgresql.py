@@ -43,6 +43,7 @@ from .base import (
     Step,
     Worker,
     hidden_password,
+    storable_error,
 )
 from .postgresql_pool import Connection, ConnectionPool, split_url
 
@@ -252,7 +253,7 @@ class PostgreSQLStore(OutboxStore):
         return Step(count=count, last_seq=max(seqs, default=after), done=len(seqs) < limit)
 
     def kill(self, event_ids: Sequence[UUID], *, reason: str, audit_id: int) -> list[Killed]:
-        rows = self._run("kill", ids=list(event_ids), reason=reason, audit_id=audit_id)
+        rows = self._run("kill", ids=list(event_ids), reason=storable_error(reason), audit_id=audit_id)
         return [Killed(event_id=event_id, was=State(was)) for event_id, was in rows]
 
     def reschedule(self, event_ids: Sequence[UUID], *, delay: timedelta, audit_id: int) -> list[UUID]:
@@ -505,11 +506,11 @@ def _literal(seqs: Sequence[int]) -> str:
 def _other(verdict: Verdict) -> tuple[str, timedelta | None, str | None, int]:
     match verdict:
         case Retry(error, delay, charged):
-            return "R", delay, error, int(charged)
+            return "R", delay, storable_error(error), int(charged)
         case Released(delay):
             return "L", delay or None, None, 0
         case Dead(error, charged):
-            return "D", None, error, int(charged)
+            return "D", None, storable_error(error), int(charged)
         case Published():
             raise AssertionError("published events have an array of their own")
 

@@ -72,7 +72,7 @@ select (select count(*) from oncebox.ready) + (select count(*) from oncebox.wait
          + (select count(*) from oncebox.lane_ready where available_at > now()) as delayed,
     (select count(*) from oncebox.waiting where batch_max is not null)
          + (select count(*) from oncebox.lane_ready where batch_max is not null) as suspect,
-    (select count(*) from oncebox.hold where blocked_by is not null) as blocked_keys,
+    (select count(distinct lane) from oncebox.blocker) as blocked_keys,
     now() - (select created_at from oncebox.event where seq = least(
         (select min(seq) from oncebox.ready), (select min(seq) from oncebox.waiting where available_at <= now()),
         (select min(seq) from oncebox.lane_ready where available_at is null or available_at <= now()))) as oldest_pending,
@@ -157,5 +157,5 @@ select format('lane %%s is claimed by %%s without a hold', u.lane, c.token)
 from oncebox.claim c, unnest(c.lanes) u(lane)
 where u.lane is not null and not exists (select from oncebox.hold h where h.lane = u.lane and h.token = c.token)
 union all
-select format('lane %%s is blocked by %%s, which is not DEAD', lane, blocked_by) from oncebox.hold h
-where blocked_by is not null and not exists (select from oncebox.dead d where d.seq = h.blocked_by)
+select format('lane %%s is blocked by %%s, which is not DEAD', lane, seq) from oncebox.blocker b
+where not exists (select from oncebox.dead d where d.seq = b.seq)

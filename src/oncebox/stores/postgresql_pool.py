@@ -83,7 +83,10 @@ def _usable(connection: Connection) -> bool:
 
 def split_url(url: str) -> tuple[str, int]:
     """The URL without the options that are ours, and the size of the pool."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise InvalidSetting(f"{hidden_password(url)}: {error}; write postgresql://user@host:port/database") from None
     options = parse_qsl(parts.query, keep_blank_values=True)
     rest = [(name, value) for name, value in options if name != "pool_max"]
     given = dict(options).get("pool_max", str(POOL_DEFAULT))

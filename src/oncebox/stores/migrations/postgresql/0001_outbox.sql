@@ -103,19 +103,25 @@ create table oncebox.claim (
 alter table oncebox.claim alter seqs set storage external, alter attempts set storage external, alter lanes set storage external;
 create index claim_locked_until on oncebox.claim (locked_until);
 
--- A lane that may not be claimed: in somebody's hands (token), waiting for its first event (until), or behind a DEAD
--- one (blocked_by). Rows of lane_ready are the truth about waiting; a hold only saves looking at them again and again.
+-- DEAD events that block what follows them in their lane, until they are replayed or the key is unblocked.
+create table oncebox.blocker (
+    lane bigint not null,
+    seq  bigint not null unique,
+    primary key (lane, seq)
+);
+
+-- A lane that is not to be claimed: in somebody's hands (token), or waiting (until): for its first event to be due, for
+-- a claim of suspects (batch_max), or for an operator ('infinity'). About waiting, the rows of lane_ready and blocker
+-- are the truth; a hold only saves looking at them again and again.
 create table oncebox.hold (
-    lane       bigint primary key,
-    token      uuid,
-    until      timestamptz,
-    batch_max  integer check (batch_max > 0),
-    blocked_by bigint,
-    check (num_nonnulls(token, until, blocked_by) = 1)
+    lane      bigint primary key,
+    token     uuid,
+    until     timestamptz,
+    batch_max integer check (batch_max is null or (batch_max > 0 and until is not null)),
+    check (num_nonnulls(token, until) = 1)
 );
 create index hold_token on oncebox.hold (token) where token is not null;
 create index hold_until on oncebox.hold (until, lane) where until is not null;
-create index hold_blocked on oncebox.hold (blocked_by) where blocked_by is not null;
 
 create table oncebox.published (
     seq          bigint primary key,
@@ -222,7 +228,7 @@ do $$
 declare
     room text;
 begin
-    foreach room in array array['ready', 'waiting', 'lane_ready', 'claim', 'hold', 'published', 'dead', 'trouble',
+    foreach room in array array['ready', 'waiting', 'lane_ready', 'claim', 'hold', 'blocker', 'published', 'dead', 'trouble',
                                 'history', 'audit', 'setting'] loop
         execute format('create trigger guard before insert or update or delete or truncate on oncebox.%I '
             'for each statement execute function oncebox.guard()', room);
@@ -355,7 +361,7 @@ end $$;
 -- younger than that lock: lanes whose wait is over, and free lanes, one index probe a lane from a random `point` on,
 -- so that none starves and a lane with 50,000 events costs as much as one with a single event (lanes that waited get
 -- half of the room, so that they do not starve the others); 3. the head of each
--- lane up to the first event that is not due or suspect. A lane that gave nothing gets a hold that says when to look
+-- lane up to the first event that is not due or suspect, or to a DEAD one that blocks. A lane that gave nothing gets a hold that says when to look
 -- again. With a `level`, only lanes of suspects are looked at, and only suspects taken.
 create function oncebox.take_lanes(tok uuid, room integer, bytes bigint, first boolean, level integer,
     shard integer, point bigint)
@@ -431,7 +437,9 @@ begin
                         union all
                         (select seq from lane_ready
                          where level is not null and lane = w.lane and (available_at > now() or batch_max is null)
-                         order by seq limit 1)) s) stop,
+                         order by seq limit 1)
+                        union all
+                        (select seq from blocker where lane = w.lane order by seq limit 1)) s) stop,
                 lateral (
                     select ctid, seq, attempts from lane_ready
                     where lane = w.lane and lane_ready.seq < stop.seq
@@ -465,11 +473,16 @@ begin
         return;
     end if;
     with head as (
-        select i.lane, r.available_at, r.batch_max from unnest(idle) i(lane), lateral (
-            select available_at, batch_max from lane_ready where lane = i.lane order by seq limit 1) r
-        where r.batch_max is not null or r.available_at > now())
-    update hold set token = null, until = coalesce(head.available_at, '-infinity'), batch_max = head.batch_max
-    from head where hold.lane = head.lane and hold.token = tok;
+        select i.lane, r.available_at, r.batch_max,
+            exists (select from blocker b where b.lane = i.lane and b.seq < r.seq) as blocked
+        from unnest(idle) i(lane), lateral (
+            select seq, available_at, batch_max from lane_ready where lane = i.lane order by seq limit 1) r)
+    update hold set token = null,
+        until = case when head.blocked then 'infinity' else coalesce(head.available_at, '-infinity') end,
+        batch_max = case when not head.blocked then head.batch_max end
+    from head
+    where hold.lane = head.lane and hold.token = tok
+      and (head.blocked or head.batch_max is not null or head.available_at > now());
     delete from hold where lane = any (idle) and token = tok;
 end $$;
 
@@ -488,27 +501,28 @@ create function oncebox.claim(tok uuid, worker text, lease interval, room intege
     set jit = off as $$
 #variable_conflict use_column
 declare
-    hand oncebox.taken := row('{}', '{}', '{}', 0, false);  -- all that this claim has so far
+    hand oncebox.taken;  -- all that this claim has so far
     got oncebox.taken;
-    laned boolean := false;
+    laned boolean;
     level integer;
     due_share integer := (room + (point & 1)::integer) / 2;  -- what is due again gets half at first: neither starves
     look text;
 begin
-    select batch_max into level from waiting where batch_max is not null and available_at <= now()
-        order by batch_max desc, seq limit 1;
-    if level is not null then
-        hand := take_waiting(least(room, level), bytes, true, level);
-    end if;
-    if coalesce(cardinality(hand.seqs), 0) = 0 then
+    for turn in 1..2 loop  -- the second time for suspects only: looking at a lane may have shown that its head is one
+        hand := row('{}', '{}', '{}', 0, false); laned := false;
+        select batch_max into level from waiting where batch_max is not null and available_at <= now()
+            order by batch_max desc, seq limit 1;
+        if level is not null then
+            hand := take_waiting(least(room, level), bytes, true, level);
+        end if;
+        exit when cardinality(hand.seqs) > 0;
         select h.batch_max into level from hold h where h.until <= now() and h.batch_max is not null
             order by h.until, h.lane limit 1;
         if level is not null then
             hand := take_lanes(tok, least(room, level), bytes, true, level, shard, point);
             laned := true;
         end if;
-    end if;
-    if coalesce(cardinality(hand.seqs), 0) = 0 then
+        exit when cardinality(hand.seqs) > 0 or turn = 2;
         hand := row('{}', '{}', '{}', 0, false); level := null; laned := false;
         foreach look in array case when lanes_first then array['lanes', 'due', 'fresh', 'more due']
                                    else array['due', 'fresh', 'more due', 'lanes'] end loop
@@ -537,7 +551,8 @@ begin
                                              else array_fill(null::bigint, array[cardinality(got.seqs)]) end;
             hand.bytes := hand.bytes + coalesce(got.bytes, 0);
         end loop;
-    end if;
+        exit when cardinality(hand.seqs) > 0;
+    end loop;
     if coalesce(cardinality(hand.seqs), 0) = 0 then
         return;
     end if;
@@ -641,19 +656,21 @@ begin
     from unnest(held.seqs, held.attempts) h(seq, attempts) join unnest(others, kinds) v(seq, kind) using (seq)
     where v.kind = 'D';
 
-    perform shrink_claim(held, given,
-        array(select v.seq from unnest(others, kinds) v(seq, kind) where v.kind = 'D' and on_dead() = 'block'));
+    insert into blocker (lane, seq)
+    select h.lane, h.seq
+    from unnest(held.seqs, held.lanes) h(seq, lane) join unnest(others, kinds) v(seq, kind) using (seq)
+    where v.kind = 'D' and h.lane is not null and on_dead() = 'block';
+
+    perform shrink_claim(held, given);
     return array(select unnest(given) except select unnest(held.seqs));
 end $$;
 
--- Takes events that have left out of a claim, and lets go of the lanes that it has no event of any more; a lane with
--- one of `blockers` among those that left is blocked from now on.
-create function oncebox.shrink_claim(held oncebox.claim, gone bigint[], blockers bigint[]) returns void
+-- Takes events that have left out of a claim, and lets go of the lanes that it has no event of any more.
+create function oncebox.shrink_claim(held oncebox.claim, gone bigint[]) returns void
     language plpgsql security definer set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
 #variable_conflict use_column
 declare
     rest oncebox.claim := held;
-    kept bigint[];  -- the lanes that the claim still has events of
 begin
     select array_agg(h.seq order by h.seq), array_agg(h.attempts order by h.seq), array_agg(h.lane order by h.seq)
         into rest.seqs, rest.attempts, rest.lanes
@@ -669,16 +686,7 @@ begin
     if held.lanes is null then
         return;
     end if;
-    kept := array_remove(coalesce(rest.lanes, '{}'), null);
-    if cardinality(blockers) > 0 then
-        with blocked as (
-            select h.lane, min(h.seq) as seq from unnest(held.seqs, held.lanes) h(seq, lane)
-            where h.seq = any (blockers) and h.lane is not null and not h.lane = any (kept)
-            group by h.lane)
-        update hold set token = null, blocked_by = blocked.seq from blocked
-        where hold.lane = blocked.lane and hold.token = held.token;
-    end if;
-    delete from hold where token = held.token and not lane = any (kept);
+    delete from hold where token = held.token and not lane = any (array_remove(coalesce(rest.lanes, '{}'), null));
 end $$;
 
 -- --- reap -----------------------------------------------------------------------------------------------------------
@@ -724,9 +732,12 @@ begin
         select h.lane, h.seq, h.attempts, level
         from unnest(held.seqs, held.attempts, held.lanes) h(seq, attempts, lane)
         where h.lane is not null and not h.seq = any (doomed);
+        insert into blocker (lane, seq)
+        select h.lane, h.seq from unnest(held.seqs, held.lanes) h(seq, lane)
+        where h.lane is not null and h.seq = any (doomed) and on_dead() = 'block';
         update hold set token = null, until = now(), batch_max = level
         where hold.token = held.token and cardinality(doomed) = 0;
-        perform shrink_claim(held, held.seqs, case when on_dead() = 'block' then doomed else '{}' end);
+        perform shrink_claim(held, held.seqs);
         overdue := greatest(overdue, interval '0');
         died := cardinality(doomed); recovered := cardinality(held.seqs) - died;
         return next;
@@ -782,7 +793,7 @@ begin
     , fresh_budget as (
         insert into trouble as t (seq, replays) select seq, 1 from old
         on conflict (seq) do update set replays = t.replays + 1, failures = 0)
-    , unlocked as (delete from hold using old where hold.blocked_by = old.seq)
+    , unblocked as (delete from blocker using old where blocker.seq = old.seq)
     , plain as (
         insert into waiting (seq, attempts, available_at)
         select o.seq, o.attempts, '-infinity' from old o join event e using (seq) where e.ordering_key is null)
@@ -829,7 +840,7 @@ begin
             if found and victim.seq = any (held.seqs) then
                 insert into dead (seq, attempts)
                     values (victim.seq, held.attempts[array_position(held.seqs, victim.seq)]);
-                perform shrink_claim(held, array[victim.seq], '{}');
+                perform shrink_claim(held, array[victim.seq]);
                 was := 'CLAIMED';
                 exit;
             end if;
@@ -871,8 +882,9 @@ declare
     freed boolean;
 begin
     perform lock_lanes(array[key]);
-    delete from hold where lane = lane_of(key) and blocked_by is not null;
+    delete from blocker where lane = lane_of(key);
     freed := found;
+    delete from hold where lane = lane_of(key) and until is not null;
     perform add_to_audit(entry, freed::integer);
     return freed;
 end $$;
@@ -894,7 +906,7 @@ begin
         select d.seq from dead d join event e using (seq)
         where d.died_at < now() - dead_after
           and not exists (select from reader r where not pg_visible_in_snapshot(e.xid, r.position))
-          and not exists (select from hold h where h.blocked_by = d.seq)
+          and not exists (select from blocker b where b.seq = d.seq)
         order by d.seq limit room - coalesce(cardinality(chosen), 0) for update of d skip locked) o;
     delete from published where seq = any (chosen);
     delete from dead where seq = any (chosen);

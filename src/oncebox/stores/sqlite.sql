@@ -1,0 +1,453 @@
+-- The statements of the SQLite store. Lists come in as JSON arrays, so that each is one prepared statement and the
+-- number of statements does not grow with the batch. Every write runs under BEGIN IMMEDIATE: there is one writer at a time.
+
+-- name: now
+-- The database's clock, read once for each transaction: all that it writes happens at one moment.
+SELECT now FROM oncebox_clock;
+
+-- name: version
+SELECT max(number) FROM oncebox_schema;
+
+-- name: has_schema
+SELECT 1 FROM sqlite_schema WHERE name = 'oncebox_schema';
+
+-- name: foreign_names
+-- Names that a first migration takes, and that somebody else uses already.
+SELECT type, name FROM sqlite_schema WHERE lower(name) = 'outbox' OR lower(name) GLOB 'oncebox_*' ORDER BY name;
+
+-- name: migrated
+INSERT INTO oncebox_schema (number, name, applied_at) SELECT :number, :name, now FROM oncebox_clock;
+
+-- name: append
+-- One event. SQLite sets up a savepoint for each statement that fires triggers, so the store repeats the row of values:
+-- a hundred events in one statement cost half of a hundred statements.
+INSERT INTO oncebox_event (
+    event_id, event_type, payload, content_type, ordering_key, partition_key, headers, metadata, available_at
+) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?);
+
+-- name: known
+SELECT event_id FROM oncebox_event WHERE event_id IN (SELECT value FROM json_each(:event_ids)) LIMIT 10;
+
+-- name: anything_ready
+-- Asked before a claim takes the write lock, so that an idle relay disturbs nobody.
+SELECT EXISTS (
+    SELECT 1 FROM oncebox_delivery INDEXED BY oncebox_ready
+    WHERE turn IS NOT NULL AND batch_max IS NULL AND available_at IS NULL
+) OR EXISTS (
+    SELECT 1 FROM oncebox_delivery INDEXED BY oncebox_ready
+    WHERE turn IS NOT NULL AND batch_max IS NULL AND available_at <= (SELECT now FROM oncebox_clock)
+) OR EXISTS (
+    SELECT 1 FROM oncebox_delivery INDEXED BY oncebox_suspect
+    WHERE turn IS NOT NULL AND batch_max IS NOT NULL
+        AND (available_at IS NULL OR available_at <= (SELECT now FROM oncebox_clock))
+);
+
+-- name: suspects_first
+-- The batch_max of the suspects to look at: the smallest, for these are closest to the culprit.
+SELECT batch_max FROM oncebox_delivery INDEXED BY oncebox_suspect
+WHERE turn IS NOT NULL AND batch_max IS NOT NULL AND (available_at IS NULL OR available_at <= :now)
+ORDER BY batch_max LIMIT 1;
+
+-- name: ready
+-- Two queues, each read in the order of its index and no further than `room`: what was never delayed, by turn, and what
+-- has become due, by its time. They meet in the order in which they became ready, so neither starves the other.
+SELECT seq, lane FROM (
+    SELECT * FROM (
+        SELECT seq, lane, since AS ready_at FROM oncebox_delivery INDEXED BY oncebox_ready
+        WHERE turn IS NOT NULL AND batch_max IS NULL AND available_at IS NULL
+        ORDER BY turn LIMIT :room)
+    UNION ALL
+    SELECT * FROM (
+        SELECT seq, lane, available_at FROM oncebox_delivery INDEXED BY oncebox_ready
+        WHERE turn IS NOT NULL AND batch_max IS NULL AND available_at <= :now
+        ORDER BY available_at LIMIT :room)
+) ORDER BY ready_at, seq LIMIT :room;
+
+-- name: ready_suspects
+-- Suspects come with their like only.
+SELECT seq, lane FROM oncebox_delivery INDEXED BY oncebox_suspect
+WHERE turn IS NOT NULL AND batch_max = :batch_max AND (available_at IS NULL OR available_at <= :now)
+ORDER BY available_at, turn LIMIT :room;
+
+-- name: followers
+-- The heads of the keys and, behind each, the events that may go with it: the next of the same key, as long as it is
+-- PENDING, due, and as suspect as its head. The queue of the recursion is the order of the claim: first every key up to
+-- its share, in the order of the heads, then, if there is room left, the rest. Each event taken costs one probe.
+WITH RECURSIVE line (seq, lane, beyond_share, place, depth) AS (
+    SELECT head.value, delivery.lane, 0, head.key, 1
+    FROM json_each(:heads) AS head CROSS JOIN oncebox_delivery AS delivery
+    WHERE delivery.seq = head.value
+    UNION ALL
+    SELECT next.seq, line.lane, line.depth >= :share, line.place, line.depth + 1
+    FROM line CROSS JOIN oncebox_delivery AS next
+    WHERE line.lane IS NOT NULL
+        AND next.seq = (
+            SELECT min(seq) FROM oncebox_delivery INDEXED BY oncebox_lane WHERE lane = line.lane AND seq > line.seq)
+        AND next.state = 'PENDING'
+        AND (next.available_at IS NULL OR next.available_at <= :now)
+        AND next.batch_max IS :batch_max
+    ORDER BY 3, 4, 5
+    LIMIT :room
+)
+SELECT seq FROM line;
+
+-- name: payload_sizes
+-- In the order of the list; SQLite reads the length of a payload without the payload.
+SELECT length(event.payload) FROM json_each(:seqs) AS taken CROSS JOIN oncebox_event AS event
+WHERE event.seq = taken.value ORDER BY taken.key;
+
+-- name: make_claim
+INSERT INTO oncebox_claim (
+    token, claimed_by, claimed_at, locked_until, renew_until, batch_max, budget, budgets, seqs
+) VALUES (
+    :token, :claimed_by, :now, :locked_until, :renew_until, :batch_max, :budget, :budgets, :seqs
+);
+
+-- name: take
+-- EM-17, EM-21: claimed and counted in one update; the trigger refuses one without the other.
+UPDATE oncebox_delivery
+SET state = 'CLAIMED', since = :now, attempts = attempts + 1, claim_id = :claim_id, turn = NULL
+WHERE seq IN (SELECT value FROM json_each(:seqs)) AND state = 'PENDING';
+
+-- name: taken
+SELECT
+    event.event_id, event.event_type, event.payload, event.created_at, event.content_type, event.ordering_key,
+    event.partition_key, event.headers, event.metadata, event.seq,
+    delivery.attempts, delivery.failures, delivery.replays
+FROM oncebox_event AS event CROSS JOIN oncebox_delivery AS delivery
+WHERE event.seq IN (SELECT value FROM json_each(:seqs)) AND delivery.seq = event.seq
+ORDER BY event.seq;
+
+-- name: renew
+-- LR-051, Reconciled 10: what has expired stays so, and no renewal reaches beyond three leases.
+UPDATE oncebox_claim SET locked_until = min(:locked_until, renew_until)
+WHERE token IN (SELECT value FROM json_each(:tokens)) AND locked_until > :now AND renew_until > :now
+RETURNING token;
+
+-- name: worker_seen
+UPDATE oncebox_worker SET seen_at = :now WHERE worker_id = :worker_id;
+
+-- name: show_token
+-- LR-003: the trigger lets no event leave a claim whose token was not shown in the same transaction.
+UPDATE oncebox_claim SET shown_token = :token WHERE token = :token RETURNING claim_id, claimed_by;
+
+-- name: hide_token
+UPDATE oncebox_claim SET shown_token = NULL WHERE claim_id = :claim_id;
+
+-- name: held
+-- LR-003: which of these events the claim still holds.
+SELECT seq FROM oncebox_delivery WHERE seq IN (SELECT value FROM json_each(:seqs)) AND claim_id = :claim_id;
+
+-- name: publish
+-- No index contains what changes here: this is all that an event without a key costs.
+UPDATE oncebox_delivery SET state = 'PUBLISHED', since = :now, claim_id = NULL, published_by = :claimed_by
+WHERE seq IN (SELECT value FROM json_each(:seqs)) AND claim_id = :claim_id;
+
+-- name: publish_ordered
+-- The same for events with a key, which also leave their lane.
+UPDATE oncebox_delivery SET state = 'PUBLISHED', since = :now, claim_id = NULL, published_by = :claimed_by, lane = NULL
+WHERE seq IN (SELECT value FROM json_each(:seqs)) AND claim_id = :claim_id;
+
+-- name: give_back
+-- `Retry` and `Released`: rows of [seq, delay or null, error or null, charged, cleared of suspicion].
+UPDATE oncebox_delivery
+SET state = 'PENDING', since = :now, claim_id = NULL, turn = CASE WHEN lane IS NULL THEN oncebox_delivery.seq END,
+    available_at = :now + verdict.delay, failures = failures + verdict.charged,
+    last_error = coalesce(verdict.error, last_error), batch_max = CASE WHEN NOT verdict.cleared THEN batch_max END
+FROM (
+    SELECT json_extract(value, '$[0]') AS seq, json_extract(value, '$[1]') AS delay,
+        json_extract(value, '$[2]') AS error, json_extract(value, '$[3]') AS charged,
+        json_extract(value, '$[4]') AS cleared
+    FROM json_each(:rows)
+) AS verdict
+WHERE oncebox_delivery.seq = verdict.seq AND claim_id = :claim_id;
+
+-- name: bury
+-- `Dead`: rows of [seq, error, charged]. Under the policy `block` the event stays in its lane, and so blocks it.
+UPDATE oncebox_delivery
+SET state = 'DEAD', since = :now, claim_id = NULL, failures = failures + verdict.charged, last_error = verdict.error,
+    lane = CASE WHEN :block THEN lane END
+FROM (
+    SELECT json_extract(value, '$[0]') AS seq, json_extract(value, '$[1]') AS error,
+        json_extract(value, '$[2]') AS charged
+    FROM json_each(:rows)
+) AS verdict
+WHERE oncebox_delivery.seq = verdict.seq AND claim_id = :claim_id;
+
+-- name: settle
+-- Gives each of these keys its head back: the lowest seq of the lane, if it is PENDING and nothing of the key is in
+-- anybody's hands. It queues behind all that is there now, so keys take turns; only an event that has come back in this
+-- very transaction keeps its place.
+UPDATE oncebox_delivery
+SET turn = CASE WHEN since = :came_back_at THEN seq ELSE (SELECT max(seq) FROM oncebox_event) END
+WHERE state = 'PENDING' AND turn IS NULL AND seq IN (
+    SELECT (SELECT min(seq) FROM oncebox_delivery INDEXED BY oncebox_lane WHERE lane = settled.value)
+    FROM json_each(:lanes) AS settled
+    WHERE NOT EXISTS (
+        SELECT 1 FROM oncebox_delivery INDEXED BY oncebox_held
+        WHERE lane = settled.value AND claim_id IS NOT NULL));
+
+-- name: end_claim
+-- A claim ends with its last event.
+DELETE FROM oncebox_claim WHERE claim_id = :claim_id AND NOT EXISTS (
+    SELECT 1 FROM json_each(seqs) AS held CROSS JOIN oncebox_delivery AS delivery
+    WHERE delivery.seq = held.value AND delivery.claim_id = oncebox_claim.claim_id);
+
+-- name: anything_expired
+-- Asked before the reaper takes the write lock.
+SELECT EXISTS (
+    SELECT 1 FROM oncebox_claim
+    WHERE claimed_by = :worker OR :worker IS NULL AND locked_until <= (SELECT now FROM oncebox_clock));
+
+-- name: expired
+-- All claims in flight are few rows; an index on what every heartbeat changes would cost more than this scan.
+SELECT claim_id, token, claimed_by, locked_until, batch_max, budget, budgets, seqs FROM oncebox_claim
+WHERE claimed_by = :worker OR :worker IS NULL AND locked_until <= :now
+ORDER BY locked_until LIMIT :limit;
+
+-- name: held_events
+SELECT delivery.seq, delivery.lane, delivery.failures, event.event_type
+FROM json_each(:seqs) AS held CROSS JOIN oncebox_delivery AS delivery CROSS JOIN oncebox_event AS event
+WHERE delivery.seq = held.value AND delivery.claim_id = :claim_id AND event.seq = delivery.seq;
+
+-- name: recover
+-- EM-20, LR-021: eligible at once, whatever available_at said, and suspect.
+UPDATE oncebox_delivery
+SET state = 'PENDING', since = :now, claim_id = NULL, turn = CASE WHEN lane IS NULL THEN seq END, available_at = NULL,
+    failures = failures + :charged, last_error = :error, batch_max = :batch_max
+WHERE seq IN (SELECT value FROM json_each(:seqs)) AND claim_id = :claim_id;
+
+-- name: record
+-- `find`, to which the conditions that were given are added. Led by the narrow rows: a search for a state reads no
+-- payload that it does not return.
+SELECT
+    event.event_id, event.event_type, event.payload, event.created_at, event.content_type, event.ordering_key,
+    event.partition_key, event.headers, event.metadata, event.seq,
+    delivery.state, delivery.since, delivery.attempts, delivery.failures, delivery.replays, delivery.last_error,
+    delivery.available_at, claim.claimed_at, claim.claimed_by, claim.locked_until, claim.token
+FROM oncebox_delivery AS delivery JOIN oncebox_event AS event ON event.seq = delivery.seq
+LEFT JOIN oncebox_claim AS claim ON claim.claim_id = delivery.claim_id
+WHERE 1
+
+-- name: terminal
+-- `replay`, to which the conditions that were given are added.
+SELECT delivery.seq, event.ordering_key
+FROM oncebox_delivery AS delivery JOIN oncebox_event AS event ON event.seq = delivery.seq
+WHERE (delivery.state = 'PUBLISHED' OR delivery.state = 'DEAD')
+
+-- name: if_event_ids
+AND event.event_id IN (SELECT value FROM json_each(:event_ids))
+
+-- name: if_states
+AND delivery.state IN (SELECT value FROM json_each(:states))
+
+-- name: if_dead
+-- Written out, so that SQLite sees that the index of the DEAD is enough.
+AND delivery.state = 'DEAD'
+
+-- name: if_event_types
+AND event.event_type IN (SELECT value FROM json_each(:event_types))
+
+-- name: if_ordering_key
+AND event.ordering_key = :ordering_key
+
+-- name: if_created_from
+AND event.created_at >= :created_from
+
+-- name: if_created_to
+AND event.created_at < :created_to
+
+-- name: if_eligible
+-- SC-04, SC-11: the first of its key and due, or behind such a one with nothing in between that must wait.
+AND delivery.state = 'PENDING'
+AND (delivery.available_at IS NULL OR delivery.available_at <= (SELECT now FROM oncebox_clock))
+AND (
+    delivery.turn IS NOT NULL
+    OR EXISTS (
+        SELECT 1 FROM oncebox_delivery AS head
+        WHERE head.turn IS NOT NULL AND head.seq = (
+            SELECT min(seq) FROM oncebox_delivery INDEXED BY oncebox_lane WHERE lane = delivery.lane))
+    AND NOT EXISTS (
+        SELECT 1 FROM oncebox_delivery AS earlier INDEXED BY oncebox_lane
+        WHERE earlier.lane = delivery.lane AND earlier.seq < delivery.seq
+            AND (earlier.state <> 'PENDING' OR earlier.available_at > (SELECT now FROM oncebox_clock)))
+)
+
+-- name: oldest_first
+AND delivery.seq > :after ORDER BY delivery.seq LIMIT :limit
+
+-- name: newest_first
+AND delivery.seq < :after ORDER BY delivery.seq DESC LIMIT :limit
+
+-- name: stats
+-- Counted where the rows are few; what is left of the total is PUBLISHED. `total` walks pages, not rows.
+SELECT
+    (SELECT count(*) FROM oncebox_delivery) AS total,
+    (SELECT count(*) FROM oncebox_delivery WHERE turn IS NOT NULL AND batch_max IS NULL) AS ready,
+    (SELECT count(*) FROM oncebox_delivery WHERE turn IS NOT NULL AND batch_max IS NOT NULL) AS ready_suspects,
+    (SELECT count(*) FROM oncebox_delivery
+        WHERE turn IS NOT NULL AND batch_max IS NULL AND available_at > :now) AS delayed,
+    (SELECT count(*) FROM oncebox_delivery
+        WHERE turn IS NOT NULL AND batch_max IS NOT NULL AND available_at > :now) AS delayed_suspects,
+    (SELECT count(*) FROM oncebox_claim AS claim, json_each(claim.seqs) AS held CROSS JOIN oncebox_delivery AS delivery
+        WHERE delivery.seq = held.value AND delivery.claim_id = claim.claim_id) AS claimed,
+    (SELECT count(*) FROM oncebox_delivery WHERE state = 'DEAD') AS dead,
+    (SELECT count(DISTINCT lane) FROM oncebox_delivery WHERE state = 'DEAD' AND lane IS NOT NULL) AS blocked_keys,
+    (SELECT created_at FROM oncebox_event WHERE seq = min(
+        coalesce((SELECT min(seq) FROM oncebox_delivery
+            WHERE turn IS NOT NULL AND batch_max IS NULL AND available_at IS NULL), 9223372036854775807),
+        coalesce((SELECT min(seq) FROM oncebox_delivery
+            WHERE turn IS NOT NULL AND batch_max IS NULL AND available_at <= :now), 9223372036854775807),
+        coalesce((SELECT min(seq) FROM oncebox_delivery
+            WHERE turn IS NOT NULL AND batch_max IS NOT NULL AND (available_at IS NULL OR available_at <= :now)),
+            9223372036854775807))) AS oldest_pending,
+    (SELECT min(claimed_at) FROM oncebox_claim) AS oldest_claim,
+    (SELECT count(*) FROM oncebox_claim WHERE locked_until <= :now) AS expired_claims,
+    (SELECT count(*) FROM oncebox_worker) AS workers;
+
+-- name: parked
+-- Events behind another of their key: how many, how many not yet due, how many suspect.
+SELECT count(*), coalesce(sum(available_at > :now), 0), coalesce(sum(batch_max IS NOT NULL), 0)
+FROM oncebox_delivery INDEXED BY oncebox_lane WHERE lane IS NOT NULL AND turn IS NULL AND state = 'PENDING';
+
+-- name: begin_audit
+INSERT INTO oncebox_audit (at, who, action, why, what) VALUES (:now, :who, :action, :why, :what);
+
+-- name: count_audit
+UPDATE oncebox_audit SET affected = affected + :count WHERE audit_id = :audit_id;
+
+-- name: audit
+SELECT audit_id, at, who, action, why, what, affected FROM oncebox_audit ORDER BY audit_id DESC LIMIT :limit;
+
+-- name: step_back
+-- Before a replay puts older events into these lanes, their heads give up their turns; `settle` then finds the new ones.
+UPDATE oncebox_delivery SET turn = NULL
+WHERE turn IS NOT NULL AND seq IN (
+    SELECT (SELECT min(seq) FROM oncebox_delivery INDEXED BY oncebox_lane WHERE lane = settled.value)
+    FROM json_each(:lanes) AS settled);
+
+-- name: replay
+-- LC-11, Reconciled 4, 6, 12. A replayed event queues behind all that is there now, whatever its age; a trigger keeps
+-- what was published before in oncebox_history.
+UPDATE oncebox_delivery
+SET state = 'PENDING', since = :now, replays = replays + 1, failures = 0, available_at = NULL, batch_max = NULL,
+    published_by = NULL, lane = event.ordering_key,
+    turn = CASE WHEN event.ordering_key IS NULL THEN (SELECT max(seq) FROM oncebox_event) END
+FROM oncebox_event AS event
+WHERE oncebox_delivery.seq IN (SELECT value FROM json_each(:seqs)) AND event.seq = oncebox_delivery.seq;
+
+-- name: doomed
+-- The events that an operator kills, and who holds them.
+SELECT event.event_id, delivery.seq, delivery.state, claim.token, delivery.lane
+FROM oncebox_event AS event CROSS JOIN oncebox_delivery AS delivery
+LEFT JOIN oncebox_claim AS claim ON claim.claim_id = delivery.claim_id
+WHERE event.event_id IN (SELECT value FROM json_each(:event_ids)) AND delivery.seq = event.seq
+    AND (delivery.state = 'PENDING' OR delivery.state = 'CLAIMED')
+ORDER BY delivery.seq;
+
+-- name: kill
+UPDATE oncebox_delivery SET state = 'DEAD', since = :now, claim_id = NULL, last_error = :reason, lane = NULL
+WHERE seq IN (SELECT value FROM json_each(:seqs));
+
+-- name: reschedule
+UPDATE oncebox_delivery SET available_at = :available_at
+WHERE state = 'PENDING' AND seq IN (
+    SELECT seq FROM oncebox_event WHERE event_id IN (SELECT value FROM json_each(:event_ids)))
+RETURNING (SELECT event_id FROM oncebox_event WHERE oncebox_event.seq = oncebox_delivery.seq);
+
+-- name: unblock
+UPDATE oncebox_delivery SET lane = NULL WHERE lane = :ordering_key AND state = 'DEAD';
+
+-- name: prunable
+-- Read outside the write lock, oldest first, and checked again by `prune`. There is no index of published_at: it would
+-- cost every finalize, and what is old enough lies at the low end of seq.
+SELECT seq FROM oncebox_delivery
+WHERE (state = 'PUBLISHED' AND since <= :published_until OR state = 'DEAD' AND since <= :dead_until AND lane IS NULL)
+    AND seq <= (SELECT coalesce(min(position), 9223372036854775807) FROM oncebox_reader)
+ORDER BY seq LIMIT :limit;
+
+-- name: prune
+DELETE FROM oncebox_event WHERE seq IN (
+    SELECT seq FROM oncebox_delivery
+    WHERE seq IN (SELECT value FROM json_each(:seqs))
+        AND (state = 'PUBLISHED' AND since <= :published_until OR state = 'DEAD' AND since <= :dead_until AND lane IS NULL)
+        AND seq <= (SELECT coalesce(min(position), 9223372036854775807) FROM oncebox_reader));
+
+-- name: settings
+SELECT name, value FROM oncebox_setting;
+
+-- name: clear_settings
+DELETE FROM oncebox_setting;
+
+-- name: set_setting
+INSERT INTO oncebox_setting (name, value) VALUES (:name, :value);
+
+-- name: sign_on
+INSERT INTO oncebox_worker (worker_id, kind, host, pid, started_at, seen_at, details)
+SELECT :worker_id, :kind, :host, :pid, :now, :now, :details
+WHERE NOT EXISTS (SELECT 1 FROM oncebox_worker WHERE worker_id = :worker_id);
+
+-- name: sign_off
+DELETE FROM oncebox_worker WHERE worker_id = :worker_id;
+
+-- name: workers
+SELECT worker_id, kind, host, pid, started_at, seen_at, details, now - seen_at
+FROM oncebox_worker CROSS JOIN oncebox_clock ORDER BY seen_at, worker_id;
+
+-- name: last_seq
+-- Of all events ever, pruned ones included.
+SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'oncebox_event'), 0);
+
+-- name: set_reader
+INSERT INTO oncebox_reader (name, position) VALUES (:name, :position)
+ON CONFLICT (name) DO UPDATE SET position = excluded.position;
+
+-- name: forget_reader
+DELETE FROM oncebox_reader WHERE name = :name;
+
+-- name: readers
+SELECT name, position FROM oncebox_reader ORDER BY name;
+
+-- name: verify
+-- What the constraints can't see, because it lies in two rows. Each finding is one line.
+SELECT 'event ' || event_id || ' is in no state' FROM oncebox_event
+WHERE seq NOT IN (SELECT seq FROM oncebox_delivery)
+UNION ALL
+SELECT 'state row ' || seq || ' has no event' FROM oncebox_delivery WHERE seq NOT IN (SELECT seq FROM oncebox_event)
+UNION ALL
+SELECT 'event ' || event.event_id || ' is CLAIMED, but its claim does not exist or does not name it'
+FROM oncebox_delivery AS delivery JOIN oncebox_event AS event ON event.seq = delivery.seq
+WHERE delivery.claim_id IS NOT NULL AND NOT EXISTS (
+    SELECT 1 FROM oncebox_claim AS claim JOIN json_each(claim.seqs) AS held
+    WHERE claim.claim_id = delivery.claim_id AND held.value = delivery.seq)
+UNION ALL
+SELECT 'claim ' || token || ' of ' || claimed_by || ' holds no event' FROM oncebox_claim AS claim
+WHERE NOT EXISTS (
+    SELECT 1 FROM json_each(claim.seqs) AS held JOIN oncebox_delivery AS delivery ON delivery.seq = held.value
+    WHERE delivery.claim_id = claim.claim_id)
+UNION ALL
+SELECT 'event ' || event.event_id || ' is ' || delivery.state || ' outside the line of its key ' || event.ordering_key
+FROM oncebox_delivery AS delivery JOIN oncebox_event AS event ON event.seq = delivery.seq
+WHERE (delivery.state = 'PENDING' OR delivery.state = 'CLAIMED') AND delivery.lane IS NOT event.ordering_key
+    OR delivery.lane IS NOT NULL AND delivery.lane IS NOT event.ordering_key
+UNION ALL
+SELECT 'event ' || event.event_id || ' may be claimed, though it is not the first of its key ' || delivery.lane
+FROM oncebox_delivery AS delivery JOIN oncebox_event AS event ON event.seq = delivery.seq
+WHERE delivery.turn IS NOT NULL AND delivery.lane IS NOT NULL
+    AND delivery.seq > (SELECT min(seq) FROM oncebox_delivery AS head WHERE head.lane = delivery.lane)
+UNION ALL
+SELECT 'event ' || event.event_id || ' may be claimed, though its key ' || delivery.lane || ' is in somebody''s hands'
+FROM oncebox_delivery AS delivery JOIN oncebox_event AS event ON event.seq = delivery.seq
+WHERE delivery.turn IS NOT NULL AND delivery.lane IS NOT NULL AND EXISTS (
+    SELECT 1 FROM oncebox_delivery AS held WHERE held.lane = delivery.lane AND held.claim_id IS NOT NULL)
+UNION ALL
+SELECT 'key ' || delivery.lane || ' is in two hands' FROM oncebox_delivery AS delivery
+WHERE delivery.claim_id IS NOT NULL AND delivery.lane IS NOT NULL
+GROUP BY delivery.lane HAVING count(DISTINCT delivery.claim_id) > 1
+UNION ALL
+SELECT 'key ' || delivery.lane || ' waits for nothing: its first event is PENDING, and no claim will look at it'
+FROM oncebox_delivery AS delivery
+WHERE delivery.lane IS NOT NULL AND delivery.turn IS NULL AND delivery.state = 'PENDING'
+    AND delivery.seq = (SELECT min(seq) FROM oncebox_delivery AS head WHERE head.lane = delivery.lane)
+    AND NOT EXISTS (
+        SELECT 1 FROM oncebox_delivery AS held WHERE held.lane = delivery.lane AND held.claim_id IS NOT NULL);

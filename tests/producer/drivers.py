@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import psycopg
-from sqlalchemy import Connection, NullPool, create_engine, text
+import pytest
+from sqlalchemy import NullPool, create_engine, text
 from sqlalchemy.ext.asyncio import (
-    AsyncConnection,
     AsyncSession,
     async_scoped_session,
     async_sessionmaker,
@@ -64,8 +64,8 @@ class Driver:
     def __str__(self) -> str:
         return self.name
 
-    def missing(self) -> bool:
-        return importlib.util.find_spec(self.package) is None
+    def installed(self) -> bool:
+        return importlib.util.find_spec(self.package) is not None
 
     def connect(self, url: str) -> AbstractContextManager[Tx]:
         """A handle on the database that the store's URL names."""
@@ -153,7 +153,8 @@ def _drivers() -> Iterator[Driver]:
     yield Driver("sqlite3", "sqlite", "", sqlite3_connection)
     yield Driver("psycopg", "postgresql", "", psycopg_connection)
     yield Driver("psycopg-async", "postgresql", "", awaited(psycopg_async_connection))
-    for kind, opener in {"connection": sqlalchemy_connection, "session": sqlalchemy_session}.items():
+    opener: Callable[[str], AbstractContextManager[Tx]]
+    for kind, opener in (("connection", sqlalchemy_connection), ("session", sqlalchemy_session)):
         yield Driver(f"sqlalchemy-pysqlite-{kind}", "sqlite", "sqlite", opener)
         yield Driver(f"sqlalchemy-psycopg-{kind}", "postgresql", "postgresql+psycopg", opener)
         yield Driver(f"sqlalchemy-psycopg2-{kind}", "postgresql", "postgresql+psycopg2", opener, "psycopg2")
@@ -167,13 +168,12 @@ def _drivers() -> Iterator[Driver]:
     yield Driver("sqlalchemy-psycopg-async-scoped-session", "postgresql", "postgresql+psycopg", opener)
 
 
-DRIVERS = {driver.name: driver for driver in _drivers()}
+DRIVERS = [driver for driver in _drivers() if driver.installed()]
 
 
-def sync_connection(tx: Tx) -> Connection:
-    """The SQLAlchemy connection below a handle."""
-    handle = tx.handle
-    if isinstance(handle, AsyncConnection):
-        assert handle.sync_connection is not None
-        return handle.sync_connection
-    return handle if isinstance(handle, Connection) else handle.connection()
+def drivers(fits: Callable[[Driver], bool]) -> pytest.MarkDecorator:
+    """Run a test with those kinds of handle only."""
+    return pytest.mark.parametrize("driver", [driver for driver in DRIVERS if fits(driver)], ids=str, indirect=True)
+
+
+on_postgresql = drivers(lambda driver: driver.dialect == "postgresql")

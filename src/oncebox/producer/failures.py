@@ -16,8 +16,8 @@ from ..errors import (
 _ABORTED = "PostgreSQL has aborted your transaction with this error: roll it back before you go on."
 _SCHEMA_MISSING = "this database has no Oncebox schema ({reason}); run `oncebox init --store URL`."
 _NO_RIGHT = (
-    "this role may not write events ({reason}). A writer needs USAGE on schema oncebox, INSERT on the columns of "
-    "oncebox.event, EXECUTE on oncebox.known and oncebox.serialize: see docs/how-to/write-from-another-language.md."
+    "this role may not write events ({reason}). Let the owner of the schema run "
+    "`select oncebox.admit('ROLE', 'writer')`: see docs/how-to/write-from-another-language.md."
 )
 _FORBIDDEN = "PostgreSQL refused the event: {reason}."
 _BY_SQLSTATE: dict[str, tuple[type[OnceboxError], str]] = {

@@ -33,6 +33,7 @@ COLUMNS = (
 )
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MILLISECOND = timedelta(milliseconds=1)
+_MILLISECONDS_MAX = 253_402_300_799_999  # the end of the year 9999
 _VALUE = re.compile(r"(?<!:):(\w+)")
 _COMMENT = re.compile(r"^--.*\n", re.MULTILINE)
 
@@ -189,8 +190,13 @@ def _first(batch: Batch) -> dict[str, Any]:
 
 
 def _instant(dialect: Dialect, start: datetime | None) -> Any:
-    """A time as the dialect keeps it; rounded up, so that nothing is claimed before it (EM-19)."""
-    return start if start is None or dialect == "postgresql" else _milliseconds(start - EPOCH)
+    """A time as the dialect keeps it; rounded up, so that nothing is claimed before it (EM-19).
+
+    SQLite's column begins in 1970. What was due before that is due at once, and so is what was due in 1970.
+    """
+    if start is None or dialect == "postgresql":
+        return start
+    return min(max(_milliseconds(start - EPOCH), 0), _MILLISECONDS_MAX)
 
 
 def _milliseconds(duration: timedelta) -> int:

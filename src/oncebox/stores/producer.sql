@@ -11,14 +11,14 @@ values (:event_id, :event_type, :payload, :content_type, :ordering_key, :partiti
     :available_at);
 
 -- name: sqlite_add_delayed
--- The database's clock decides when a delay is over, so it is the database that adds it. Rounded up: never too early.
+-- The database's clock decides when a delay is over, so it is the database that adds it.
 insert into oncebox_event (event_id, event_type, payload, content_type, ordering_key, partition_key, headers, metadata,
     available_at)
 values (:event_id, :event_type, :payload, :content_type, :ordering_key, :partition_key, :headers, :metadata,
-    cast((julianday('now') - 2440587.5) * 86400000 as integer) + 1 + :delay);
+    (select now from oncebox_clock) + :delay);
 
 -- name: sqlite_now
-select cast((julianday('now') - 2440587.5) * 86400000 as integer) + 1;
+select now from oncebox_clock;
 
 -- name: sqlite_lock
 -- An INSERT of nothing opens the transaction as the real one would, and takes the write lock: what is looked up after

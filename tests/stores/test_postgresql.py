@@ -155,9 +155,8 @@ def test_a_writer_may_add_events_and_nothing_else(
 ) -> None:
     by_hand.execute("select oncebox.admit(%s, 'writer')", [role])
     with psycopg.connect(_url_of(postgresql_url, role), autocommit=True) as writer:
-        writer.execute(
-            "insert into oncebox.event (event_type, payload, ordering_key, headers) values ('t', '', 'k', '{\"a\": \"b\"}')"
-        )
+        writer.execute("insert into oncebox.event (event_type, payload, ordering_key) values ('t', '', 'k')")
+        writer.execute("insert into oncebox.event (event_type, payload, headers) values ('t', '', '{\"a\": \"b\"}')")
         writer.execute("select oncebox.serialize('k'), oncebox.known('{}')")
         for statement in (
             "select payload from oncebox.event",
@@ -172,7 +171,7 @@ def test_a_writer_may_add_events_and_nothing_else(
             "select oncebox.admit(current_user, 'operator')",
         ):
             _refused(writer, statement)
-    assert store.stats().states[State.PENDING] == 1
+    assert store.stats().states[State.PENDING] == 2
 
 
 @pytest.mark.requirement("LC-01")

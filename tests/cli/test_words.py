@@ -89,6 +89,15 @@ def test_a_typo_is_answered_with_what_was_meant(cli: Cli, typed: list[str], mean
         (["settings", "lease"], "'lease'", "NAME=VALUE"),
         (["settings", "lease=0s"], "lease", "above 0"),
         (["list", "--after", "x"], "'x'", "whole number"),
+        (["list", "--after", "9" * 19], "'999", "whole number"),
+        (["list", "--limit", "9" * 19], "'999", "above 0, or all"),
+        (["list", "--since", "0001-01-01"], "'0001-01-01'", "from 1970 to 9998"),
+        (["list", "--since", "9999-12-31T23:59:59-12:00"], "'9999-", "from 1970 to 9998"),
+        (["replay", "--all", "--rate", "9" * 400], "'999", "100/s"),
+        (["reschedule", ID, "--delay", "99999d"], "99999 days", "3650 days"),
+        (["prune", "--dead-after", "9999999w"], "dead_after", "36,500 days"),
+        (["prune", "--dead-after", "9999999w", "--dry-run"], "dead_after", "36,500 days"),
+        (["add", "order.created", "--delay", "99999d"], "delay", "3650 days"),
         (["stats", "--store", "nowhere"], "'nowhere'", "sqlite"),
     ],
 )
@@ -139,6 +148,14 @@ def test_a_later_store_wins_over_an_earlier_one(cli: Cli, tmp_path: Path) -> Non
 @pytest.mark.usefixtures("store")
 def test_what_looks_like_an_option_can_be_a_payload_behind_two_dashes(cli: Cli) -> None:
     assert cli("add", "order.created", "--json", "--", "--key").json["payload"] == "--key"
+
+
+@pytest.mark.usefixtures("store")
+@pytest.mark.parametrize(
+    "words", [["--since", "9999999w"], ["--limit", "9" * 18], ["--limit", "all", "--after", "9" * 18]]
+)
+def test_values_at_the_edge_are_taken(cli: Cli, words: list[str]) -> None:
+    assert cli("list", "--json", *words).json == []
 
 
 @pytest.mark.usefixtures("store")

@@ -15,7 +15,7 @@ from uuid import UUID
 from .. import clock
 from ..config import Control
 from ..errors import InvalidSetting, StoreError
-from ..event import TERMINAL, NewEvent, Record, State
+from ..event import TERMINAL, NewEvent, Record, State, check_schedule
 from ..stores.base import AuditEntry, Killed, Migration, Order, OutboxStore, Query, Stats, Step
 
 BATCH = 1_000  # events changed in one transaction of a long action
@@ -24,6 +24,7 @@ EVENT_IDS_MAX = 10_000  # events named one by one in an action
 COUNT_MAX = 100_000  # events counted by looking at each; beyond it a tally is a lower bound
 BATCHES_PER_SECOND = 4  # a rate is kept within a quarter of a second, not only on average
 AUDIT_LOOKBACK = 50  # entries that others may have written since ours
+AGE_MAX = timedelta(days=36_500)  # of a retention
 CLOCK_GRAIN = timedelta(milliseconds=1)  # the coarsest clock of a store
 
 
@@ -187,6 +188,7 @@ class Operations:
         self, event_ids: Sequence[UUID], *, delay: timedelta, who: str, why: str | None = None
     ) -> list[UUID]:
         """Make the PENDING ones among these eligible at now + `delay` by the store's clock; return those."""
+        check_schedule(delay, None)
         ids = checked_ids(event_ids)
         what = {"event_ids": [str(event_id) for event_id in ids], "delay_seconds": delay.total_seconds()}
         audit_id = self._store.begin_audit(who=who, action="reschedule", why=why, what=what)
@@ -350,6 +352,9 @@ def _retention(published_after: timedelta | None, dead_after: timedelta | None) 
     ages = _given(published_after=published_after, dead_after=dead_after)
     if not ages:
         raise InvalidSetting("nothing to prune: give the age at which PUBLISHED events go, DEAD events, or both")
+    for name, age in ages.items():
+        if not timedelta(0) <= age <= AGE_MAX:
+            raise InvalidSetting(f"{name} is {age}; give 0 to {AGE_MAX.days:,} days")
     return {f"{name}_seconds": age.total_seconds() for name, age in ages.items()}
 
 

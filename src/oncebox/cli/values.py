@@ -3,7 +3,6 @@
 import argparse
 import difflib
 import re
-import sys
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -14,10 +13,12 @@ from ..config import Control, parse_duration
 from ..errors import InvalidSetting
 from ..event import State
 
-_RATE = re.compile(r"(\d+(?:\.\d+)?)(?:/(s|m|h))?")
+_RATE = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(?:/(s|m|h))?", re.ASCII)
+_WHOLE = re.compile(r"\d{1,18}", re.ASCII)  # as much as every database can count
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
-ALL = sys.maxsize - 1
+EARLIEST, LATEST = datetime(1970, 1, 1, tzinfo=UTC), datetime(9998, 12, 31, tzinfo=UTC)
+ALL = 10**18
 UNSET = "default"  # what an operator writes to give a setting back to the relays
 
 
@@ -69,15 +70,23 @@ def duration(text: str) -> timedelta:
 def moment(text: str) -> datetime:
     """A point in time: a duration before now, or ISO 8601 (UTC unless it names its zone)."""
     try:
-        return clock.now() - parse_duration(text)
-    except (InvalidSetting, OverflowError):
-        pass
-    try:
-        at = datetime.fromisoformat(text)
+        at = _ago(text) or datetime.fromisoformat(text)
     except ValueError:
         accepted = "give a time ago, like 30m or 7d, or ISO 8601, like 2026-01-31 or 2026-01-31T18:30:00Z"
         raise wrong(text, "a time", accepted) from None
-    return at if at.tzinfo else at.replace(tzinfo=UTC)
+    at = at if at.tzinfo else at.replace(tzinfo=UTC)
+    if not EARLIEST <= at <= LATEST:
+        raise wrong(text, "a time of any event", f"give one from {EARLIEST.year} to {LATEST.year}")
+    return at
+
+
+def _ago(text: str) -> datetime | None:
+    try:
+        return max(EARLIEST, clock.now() - parse_duration(text))
+    except OverflowError:
+        return EARLIEST
+    except InvalidSetting:
+        return None
 
 
 def rate(text: str) -> float:
@@ -90,14 +99,14 @@ def rate(text: str) -> float:
 
 def count(text: str) -> int:
     """A whole number above 0."""
-    if not (text.isdecimal() and int(text) > 0):
-        raise wrong(text, "a count", "give a whole number above 0")
+    if not (_WHOLE.fullmatch(text) and int(text) > 0):
+        raise wrong(text, "a count", "give a whole number above 0, of at most 18 digits")
     return int(text)
 
 
 def seq(text: str) -> int:
     """An event's place in the store."""
-    if not text.isdecimal():
+    if not _WHOLE.fullmatch(text):
         raise wrong(text, "a seq", "give a whole number, as `oncebox list --json` shows")
     return int(text)
 
@@ -106,7 +115,7 @@ def limit(text: str) -> int:
     """How many at most; `all` is more than there can be."""
     if text == "all":
         return ALL
-    if not (text.isdecimal() and int(text) > 0):
+    if not (_WHOLE.fullmatch(text) and int(text) > 0):
         raise wrong(text, "a limit", "give a whole number above 0, or all")
     return int(text)
 

@@ -33,7 +33,7 @@ bench: dev ## measure against the bare loops, as ratios in one run
 faults: dev ## plant small breaks in a copy, and show which tests turn red
 	@$(RUN) -m faults
 
-docs: dev ## write docs/conformance.md from the last full test run and docs/reference/cli.md from the commands, and check every link
+docs: dev ## write docs/conformance.md and docs/reference/cli.md, and check every link
 	@$(RUN) -m oncebox.testing.requirements $(REQUIREMENTS) docs/requirements.md docs/conformance.md
 	@$(RUN) scripts/cli_reference.py
 	@$(RUN) scripts/links.py

@@ -155,7 +155,7 @@ class _Transaction(_Session):
     def settle(self, lanes: Collection[str], *, came_back_at: int = _NEVER) -> None:
         """Let these keys go on, where nothing holds them."""
         if lanes:
-            self.run("settle", lanes=json.dumps(list(lanes)), came_back_at=came_back_at)
+            self.run("settle", lanes=json.dumps(list(lanes)), now=self.now, came_back_at=came_back_at)
 
     def end_claim(self, claim_id: int) -> None:
         """Forget a claim, if it holds nothing any more."""

@@ -43,10 +43,10 @@ SELECT EXISTS (
 );
 
 -- name: suspects_first
--- The batch_max of the suspects to look at: the smallest, for these are closest to the culprit.
+-- The batch_max of the suspect that has waited longest; one that has just brought its worker down waits behind the rest.
 SELECT batch_max FROM oncebox_delivery INDEXED BY oncebox_suspect
 WHERE turn IS NOT NULL AND batch_max IS NOT NULL AND (available_at IS NULL OR available_at <= :now)
-ORDER BY batch_max LIMIT 1;
+ORDER BY turn LIMIT 1;
 
 -- name: ready
 -- Two queues, each read in the order of its index and no further than `room`: what was never delayed, by turn, and what
@@ -67,7 +67,7 @@ SELECT seq, lane FROM (
 -- Suspects come with their like only.
 SELECT seq, lane FROM oncebox_delivery INDEXED BY oncebox_suspect
 WHERE turn IS NOT NULL AND batch_max = :batch_max AND (available_at IS NULL OR available_at <= :now)
-ORDER BY available_at, turn LIMIT :room;
+ORDER BY turn LIMIT :room;
 
 -- name: followers
 -- The heads of the keys and, behind each, the events that may go with it: the next of the same key, as long as it is
@@ -151,7 +151,10 @@ WHERE seq IN (SELECT value FROM json_each(:seqs)) AND claim_id = :claim_id;
 -- name: give_back
 -- `Retry` and `Released`: rows of [seq, delay or null, error or null, charged, cleared of suspicion].
 UPDATE oncebox_delivery
-SET state = 'PENDING', since = :now, claim_id = NULL, turn = CASE WHEN lane IS NULL THEN oncebox_delivery.seq END,
+SET state = 'PENDING', since = :now, claim_id = NULL, turn = CASE
+        WHEN lane IS NOT NULL THEN NULL
+        WHEN verdict.cleared OR batch_max IS NULL THEN oncebox_delivery.seq
+        ELSE :now + coalesce(verdict.delay, 0) END,
     available_at = :now + verdict.delay, failures = failures + verdict.charged,
     last_error = coalesce(verdict.error, last_error), batch_max = CASE WHEN NOT verdict.cleared THEN batch_max END
 FROM (
@@ -179,7 +182,10 @@ WHERE oncebox_delivery.seq = verdict.seq AND claim_id = :claim_id;
 -- anybody's hands. It queues behind all that is there now, so keys take turns; only an event that has come back in this
 -- very transaction keeps its place.
 UPDATE oncebox_delivery
-SET turn = CASE WHEN since = :came_back_at THEN seq ELSE (SELECT max(seq) FROM oncebox_event) END
+SET turn = CASE
+    WHEN batch_max IS NOT NULL THEN coalesce(available_at, :now)
+    WHEN since = :came_back_at THEN seq
+    ELSE (SELECT max(seq) FROM oncebox_event) END
 WHERE state = 'PENDING' AND turn IS NULL AND seq IN (
     SELECT (SELECT min(seq) FROM oncebox_delivery INDEXED BY oncebox_lane WHERE lane = settled.value)
     FROM json_each(:lanes) AS settled
@@ -213,7 +219,7 @@ WHERE delivery.seq = held.value AND delivery.claim_id = :claim_id AND event.seq 
 -- name: recover
 -- EM-20, LR-021: eligible at once, whatever available_at said, and suspect.
 UPDATE oncebox_delivery
-SET state = 'PENDING', since = :now, claim_id = NULL, turn = CASE WHEN lane IS NULL THEN seq END, available_at = NULL,
+SET state = 'PENDING', since = :now, claim_id = NULL, turn = CASE WHEN lane IS NULL THEN :now END, available_at = NULL,
     failures = failures + :charged, last_error = :error, batch_max = :batch_max
 WHERE seq IN (SELECT value FROM json_each(:seqs)) AND claim_id = :claim_id;
 

@@ -58,8 +58,8 @@ CREATE INDEX oncebox_event_key ON oncebox_event (ordering_key) WHERE ordering_ke
 
 -- state        PENDING, CLAIMED, PUBLISHED or DEAD
 -- since        when it came to that state: claimed_at, published_at or died_at
--- turn         its place in the queue of what may be claimed; null when there is nothing to queue for: it is not
---              PENDING, or stands behind another event of its ordering key
+-- turn         its place in the queue of what may be claimed: a seq or, in the queue of the suspects, a time; null when
+--              there is nothing to queue for: it is not PENDING, or stands behind another event of its ordering key
 -- lane         its ordering key, as long as others of the key must wait behind it: while PENDING or CLAIMED, and while
 --              DEAD under the policy `block`
 -- batch_max    set on a suspect, an event of an expired claim: the largest claim that may take it
@@ -88,8 +88,7 @@ CREATE TABLE oncebox_delivery (
 -- What may be claimed, at once (available_at is null) or from some time on. Only the first event of a key has a turn, so
 -- that no claim wades through the 50,000 events behind it; a claim takes an event out, and finalize touches none of it.
 CREATE INDEX oncebox_ready ON oncebox_delivery (available_at, turn) WHERE turn IS NOT NULL AND batch_max IS NULL;
-CREATE INDEX oncebox_suspect ON oncebox_delivery (batch_max, available_at, turn)
-    WHERE turn IS NOT NULL AND batch_max IS NOT NULL;
+CREATE INDEX oncebox_suspect ON oncebox_delivery (turn) WHERE turn IS NOT NULL AND batch_max IS NOT NULL;
 -- The line of each key; the lowest seq is its head. And the keys that are in somebody's hands.
 CREATE INDEX oncebox_lane ON oncebox_delivery (lane, seq) WHERE lane IS NOT NULL;
 CREATE INDEX oncebox_held ON oncebox_delivery (lane) WHERE claim_id IS NOT NULL AND lane IS NOT NULL;

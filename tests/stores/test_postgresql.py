@@ -1,9 +1,12 @@
 """What only PostgreSQL has: roles, plain SQL writers, a pool, a pooler in front, restarts, online migrations."""
 
+import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psycopg
@@ -24,7 +27,7 @@ from oncebox.event import NewEvent, Published, State
 from oncebox.stores import sql
 from oncebox.stores.base import Migration
 from oncebox.stores.postgresql import PostgreSQLStore
-from oncebox.testing.servers import PgBouncer, PostgreSQL
+from oncebox.testing.servers import MissingProgram, PgBouncer, PostgreSQL, Standby
 
 LEASE = timedelta(seconds=30)
 
@@ -263,6 +266,59 @@ def test_a_restarted_server_is_found_again_without_an_error() -> None:
         server.start()
         assert store.stats().states[State.PUBLISHED] == 5  # the idle connection was seen to be gone
         store.close()
+
+
+@pytest.mark.requirement("LC-19", "LC-12")
+def test_a_failover_to_a_standby_loses_no_event_and_no_claim() -> None:
+    with PostgreSQL() as primary, Standby(primary) as standby:
+        primary.psql("alter system set synchronous_standby_names = '*'; select pg_reload_conf()")
+        hosts = f"127.0.0.1:{primary.port},127.0.0.1:{standby.port}"
+        store = PostgreSQLStore.open(
+            f"postgresql://{primary.user}:{primary.password}@{hosts}/postgres?target_session_attrs=read-write",
+            check_schema=False,
+        )
+        store.migrate()
+        store.append(_events(100) + _events(100, key="k"))
+        claims = store.claim(worker="w", limit=150, lease=LEASE)
+        primary.kill()
+        with pytest.raises(StoreUnavailable):
+            store.stats()
+        standby.promote()
+        assert store.finalize([(claim, Published()) for claim in claims]) == []
+        assert len(_drain(store)) == 50
+        assert (store.stats().states[State.PUBLISHED], store.verify()) == (200, [])
+        store.close()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A certificate for 127.0.0.1 that vouches for itself, with its key beside it."""
+    if shutil.which("openssl") is None:
+        raise MissingProgram("openssl is not on this machine: apt-get install openssl")
+    made = tmp_path / "server.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-out", str(made), "-keyout", str(made.with_suffix(".key"))]
+    subprocess.run(command, check=True, capture_output=True)
+    return made
+
+
+def test_tls_is_asked_for_and_verified_as_the_url_says(
+    store: PostgreSQLStore, postgresql: PostgreSQL, postgresql_url: str, certificate: Path
+) -> None:
+    settings = {
+        "client_tls_sslmode": "require",
+        "client_tls_cert_file": str(certificate),
+        "client_tls_key_file": str(certificate.with_suffix(".key")),
+    }
+    with PgBouncer(postgresql, settings) as pooler:
+        url = pooler.database_url(urlsplit(postgresql_url).path.lstrip("/"))
+        trusted = PostgreSQLStore.open(f"{url}?sslmode=verify-full&sslrootcert={certificate}")
+        trusted.append(_events(1))
+        trusted.close()
+        for refused in ("sslmode=disable", "sslmode=verify-full&sslrootcert=system"):
+            with pytest.raises(StoreUnavailable):
+                PostgreSQLStore.open(f"{url}?{refused}")
+    assert store.stats().states[State.PENDING] == 1
 
 
 def test_a_password_may_come_from_the_environment(

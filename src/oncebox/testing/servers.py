@@ -366,7 +366,27 @@ class PostgreSQL(Server):
             lines = (self._data / "postmaster.pid").read_text().splitlines()
         except FileNotFoundError:
             return False
-        return len(lines) > 7 and lines[0] == str(self.pid) and lines[7].strip() == "ready"
+        return len(lines) > 7 and lines[0] == str(self.pid) and lines[7].strip() in {"ready", "standby"}
+
+
+class Standby(PostgreSQL):
+    """A copy of a running PostgreSQL that follows it, and takes its place when promoted."""
+
+    def __init__(self, primary: PostgreSQL) -> None:
+        super().__init__()
+        self._primary = primary
+        self.password = primary.password
+
+    def promote(self) -> None:
+        """Stop following and accept writes; returns when it does."""
+        self.psql("select pg_promote(wait => true)")
+
+    def _prepare(self) -> None:
+        source = f"{self._primary.url}?application_name=standby"
+        command = [self._wheel("pg_basebackup"), "-D", str(self._data), "-d", source, "-R", "-c", "fast", "--no-sync"]
+        code = self._spawn(command).wait(_PATIENCE_MAX)
+        if code != 0:
+            raise ServerError(f"pg_basebackup ended with code {code}\n{self._log_tail()}")
 
 
 class PgBouncer(Server):

@@ -64,7 +64,7 @@ def from_sqlite(error: Exception) -> OnceboxError:
     name = getattr(error, "sqlite_errorname", "") or ""
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return StoreUnavailable(f"another writer holds the SQLite file ({error}); raise the busy timeout, or try again")
-    if name in {"SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY"}:
+    if "UNIQUE constraint failed: oncebox_event.event_id" in str(error):  # by the index, or by a trigger before it
         return DuplicateEvent(f"the store has this event_id already (EM-02); nothing was written ({error})")
     if "no such table" in str(error):
         return SchemaMissing(

@@ -31,7 +31,7 @@ from .errors import (
 from .event import Claim, Dead, Event, NewEvent, Published, Record, Released, Retry, State, Verdict
 from .producer import Draft, Outbox
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # as if they were imported here; so a misspelt name is found before the program runs
     from .config import Budget, Control, Timing
     from .retry import Failure, RetryPolicies, RetryPolicy
     from .stores.base import OutboxStore, Query
@@ -92,13 +92,15 @@ _LATE = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LATE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:
 
-    value = globals()[name] = getattr(import_module(f".{_LATE[name]}", __name__), name)
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in _LATE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        value = globals()[name] = getattr(import_module(f".{_LATE[name]}", __name__), name)
+        return value
 
 
 def __dir__() -> list[str]:

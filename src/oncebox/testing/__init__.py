@@ -8,16 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .conformance import StoreConformance, StoreCore
+    from .written import OutboxEvents, WrittenEvent, WrittenEvents
 
-__all__ = ["StoreConformance", "StoreCore"]
+__all__ = ["OutboxEvents", "StoreConformance", "StoreCore", "WrittenEvent", "WrittenEvents"]
 
+if not TYPE_CHECKING:  # a type checker sees the imports above, and finds a misspelt name
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import pytest
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if not name.startswith("Store"):
+            from . import written
 
-    pytest.register_assert_rewrite(f"{__name__}.conformance", f"{__name__}.machine")
-    from . import conformance
+            return getattr(written, name)
+        import pytest
 
-    return getattr(conformance, name)
+        pytest.register_assert_rewrite(f"{__name__}.conformance", f"{__name__}.machine")
+        from . import conformance
+
+        return getattr(conformance, name)

@@ -1,7 +1,8 @@
 """How somebody at `psql` would try what the lifecycle forbids."""
 
 CLAIM = (
-    "insert into oncebox.claim (token, claimed_by, claimed_at, locked_until, renew_until, budget, size, seqs, attempts) "
+    "insert into oncebox.claim "
+    "(token, claimed_by, claimed_at, locked_until, renew_until, budget, size, seqs, attempts) "
     "values ('{new_id}', 'thief', now(), now() + interval '1 hour', now() + interval '3 hours', 10, 1, "
     "array[{seq}]::bigint[], array[1])"
 )
@@ -46,7 +47,11 @@ CHANGES = {
 
 POSTGRESQL_ATTACKS: dict[str, tuple[str, ...]] = {
     "born CLAIMED": (
-        *born(CLAIM.replace("values (", "select ").replace("array[{seq}]::bigint[], array[1])", "array[seq], array[1] from born")),
+        *born(
+            CLAIM.replace("values (", "select ").replace(
+                "array[{seq}]::bigint[], array[1])", "array[seq], array[1] from born"
+            )
+        ),
         through_the_view("CLAIMED"),
     ),
     "born PUBLISHED": (
@@ -73,8 +78,10 @@ POSTGRESQL_ATTACKS: dict[str, tuple[str, ...]] = {
         "insert into oncebox.event (event_id, event_type, payload) values ('{event_id}', 'plain', 'x')",
     ),
     "born in place of another": (
-        "insert into oncebox.event (event_id, event_type, payload) values ('{event_id}', 'plain', 'x') "
-        "on conflict (event_id) do update set payload = excluded.payload",
+        (
+            "insert into oncebox.event (event_id, event_type, payload) values ('{event_id}', 'plain', 'x') "
+            "on conflict (event_id) do update set payload = excluded.payload"
+        ),
     ),
     "claim a PENDING event": (CLAIM, shown("state = 'CLAIMED'"), "delete from oncebox.lane_ready where seq = {seq}"),
     "publish a PENDING event": (PUBLISH, shown("state = 'PUBLISHED'")),
@@ -96,8 +103,10 @@ POSTGRESQL_ATTACKS: dict[str, tuple[str, ...]] = {
     "publish a CLAIMED event without its token": (
         PUBLISH,
         shown("state = 'PUBLISHED'"),
-        "with gone as (delete from oncebox.claim where token = '{token}' returning *) "
-        "insert into oncebox.published (seq, attempts, published_by) select {seq}, 1, claimed_by from gone",
+        (
+            "with gone as (delete from oncebox.claim where token = '{token}' returning *) "
+            "insert into oncebox.published (seq, attempts, published_by) select {seq}, 1, claimed_by from gone"
+        ),
     ),
     "end a CLAIMED event without its token": (END, shown("state = 'DEAD'")),
     "requeue a CLAIMED event without its token": (*REQUEUE, shown("state = 'PENDING'")),

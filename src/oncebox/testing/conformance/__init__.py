@@ -17,6 +17,7 @@ from .claims import ClaimsConformance
 from .control import ControlConformance
 from .leases import LeasesConformance
 from .lifecycle import LifecycleConformance
+from .lives import LivesConformance
 from .model import ModelConformance
 from .operations import OperationsConformance
 from .ordering import OrderingConformance
@@ -42,5 +43,5 @@ class StoreCore(
     """All that one process can show."""
 
 
-class StoreConformance(StoreCore):
+class StoreConformance(StoreCore, LivesConformance):
     """All that a store promises."""

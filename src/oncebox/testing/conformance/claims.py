@@ -176,7 +176,7 @@ class ClaimsConformance(Conformance):
 
     @requirement("LR-032", "LC-03")
     def test_a_workers_name_is_kept_character_for_character(self, store: OutboxStore) -> None:
-        names = ["relay/run-1/ticket 2/task 3/attempt 0", "воркер ☃", "o'brien \"%s\" {0}"]
+        names = ["relay/run-1/ticket 2/task 3/attempt 0", "воркер ☃", 'o\'brien "%s" {0}']
         given.append(store, len(names))
         for name in names:
             claimed = given.claim_one(store, limit=1, worker=name)

@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 def new_event(**fields: Any) -> NewEvent:
     """A small valid event, with these fields."""
-    return NewEvent(**{"event_id": clock.uuid7(), "event_type": "order.created", "payload": b"{}"} | fields)
+    usual: dict[str, Any] = {"event_id": clock.uuid7(), "event_type": "order.created", "payload": b"{}"}
+    return NewEvent(**usual | fields)
 
 
 def append(store: OutboxStore, count: int = 1, **fields: Any) -> list[UUID]:
@@ -169,9 +170,7 @@ def kill(store: OutboxStore, event_ids: Sequence[UUID]) -> None:
 def prune(store: OutboxStore, *, published: timedelta | None, dead: timedelta | None, limit: int = 100) -> int:
     """Prune all that may go, step by step; how many."""
     audit_id = audited(store, "prune")
-    return run_steps(
-        lambda _: store.prune(published_after=published, dead_after=dead, limit=limit, audit_id=audit_id)
-    )
+    return run_steps(lambda _: store.prune(published_after=published, dead_after=dead, limit=limit, audit_id=audit_id))
 
 
 def run_steps(step: Callable[[int], Step]) -> int:

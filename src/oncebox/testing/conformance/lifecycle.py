@@ -168,7 +168,7 @@ class LifecycleConformance(Conformance):
         event_ids = given.append(store, 4)
         claims = given.claim(store)
         assert given.ids(claims) == event_ids
-        verdicts = [Published(), Retry("no", delay=given.FAR), Released(), Dead("over")]
+        verdicts: list[Verdict] = [Published(), Retry("no", delay=given.FAR), Released(), Dead("over")]
         assert store.finalize(list(zip(claims, verdicts, strict=True))) == []
         expected = [State.PUBLISHED, State.PENDING, State.PENDING, State.DEAD]
         assert given.states(store, event_ids) == expected

@@ -26,7 +26,19 @@ PAYLOADS = {
     "a line that ends the COPY format": b"\\.\n",
     "3 MiB": bytes(range(256)) * (3 * 4096),
 }
-KEYS = ("plain", "Plain", "plain ", " plain", "naïve", "日本語", "🧾", "a'b\"c\\d", "%s{0}$1?:x", "k" * KEY_MAX, "𝄞" * KEY_MAX)
+KEYS = (
+    "plain",
+    "Plain",
+    "plain ",
+    " plain",
+    "naïve",
+    "日本語",
+    "🧾",
+    "a'b\"c\\d",
+    "%s{0}$1?:x",
+    "k" * KEY_MAX,
+    "𝄞" * KEY_MAX,
+)
 
 
 class ModelConformance(Conformance):
@@ -92,9 +104,7 @@ class ModelConformance(Conformance):
 
     @requirement("EM-02")
     @pytest.mark.parametrize("verdict", [None, Published(), Dead("over"), Retry("again", delay=given.FAR)])
-    def test_an_id_is_taken_in_every_state(
-        self, store: OutboxStore, verdict: Published | Dead | Retry | None
-    ) -> None:
+    def test_an_id_is_taken_in_every_state(self, store: OutboxStore, verdict: Published | Dead | Retry | None) -> None:
         event_id = given.append_one(store)
         claimed = given.claim_one(store)
         if verdict is not None:

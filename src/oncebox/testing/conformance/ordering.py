@@ -358,7 +358,7 @@ class OrderingConformance(Conformance):
     @requirement("SC-11", "LC-08")
     @needs(ordering=True)
     @pytest.mark.parametrize("claimed", [False, True], ids=["PENDING", "CLAIMED"])
-    def test_an_operators_kill_never_blocks_the_key(self, store: OutboxStore, claimed: bool) -> None:  # noqa: FBT001
+    def test_an_operators_kill_never_blocks_the_key(self, store: OutboxStore, claimed: bool) -> None:
         event_ids = given.append(store, 3, ordering_key="k")
         if claimed:
             given.claim(store, limit=1)

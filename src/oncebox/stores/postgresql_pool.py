@@ -4,7 +4,7 @@ import select
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 import psycopg
 from psycopg.rows import TupleRow
@@ -92,7 +92,8 @@ def split_url(url: str) -> tuple[str, int]:
     given = dict(options).get("pool_max", str(POOL_DEFAULT))
     if not given.isdigit() or not 1 <= int(given) <= POOL_LIMIT:
         raise InvalidSetting(f"pool_max is {given!r}; give 1 to {POOL_LIMIT}")
-    conninfo = urlunsplit(parts._replace(query=urlencode(rest)))
+    # As libpq reads it: an empty host keeps its slashes, and a space in a value is %20, never a plus.
+    conninfo = url.partition("?")[0] + (f"?{urlencode(rest, quote_via=quote)}" if rest else "")
     try:
         known = psycopg.conninfo.conninfo_to_dict(conninfo)
         missing = {name: value for name, value in _DEFAULTS.items() if name not in known}

@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self, cast
 from urllib.parse import parse_qsl, quote, unquote
-from uuid import UUID
+from uuid import UUID, SafeUUID
 
 from .. import clock
 from ..config import Budget, Control, parse_duration
@@ -80,6 +81,7 @@ _ADVICE: Mapping[int, tuple[type[StoreError], str]] = {
 }
 
 Row = tuple[Any, ...]
+_SEQ = itemgetter(9)  # where a row that starts with an event has its `seq`
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,13 @@ class _Transaction(_Session):
         """The database's clock at the first look."""
         return cast("int", self.value("now"))
 
+    def run_on(self, block: str, seqs: list[int], listed: str | None = None, /, **values: object) -> int:
+        """Run a statement on these events; return how many it changed. There is a faster one for neighbours."""
+        first, last = min(seqs), max(seqs)
+        if last - first + 1 == len(seqs) == len(set(seqs)):
+            return self.run(f"{block}_span", first=first, last=last, **values).rowcount
+        return self.run(block, seqs=listed or json.dumps(seqs), **values).rowcount
+
     def settle(self, lanes: Collection[str], *, came_back_at: int = _NEVER) -> None:
         """Let these keys go on, where nothing holds them."""
         if lanes:
@@ -196,6 +205,12 @@ class Database:
     def look(self) -> Iterator[_Session]:
         """The connection that looks; each statement sees the file at one moment."""
         with self._connection("ro") as connection:
+            yield _Session(connection)
+
+    @contextmanager
+    def peek(self) -> Iterator[_Session]:
+        """The connection that writes, before it takes the lock that keeps other processes from writing."""
+        with self._connection("rw") as connection:
             yield _Session(connection)
 
     @contextmanager
@@ -378,17 +393,23 @@ class SQLiteStore(OutboxStore):
     ) -> list[Claim]:
         """See `OutboxStore.claim`."""
         length = _lease(lease)
-        with self._look() as look:
-            if limit < 1 or not look.value("anything_ready"):
+        with self._database.peek() as peek:  # an idle relay disturbs nobody
+            if limit < 1 or not peek.value("anything_ready"):
                 return []
         with self._change() as tx:
-            suspects = tx.one("suspects_first", now=tx.now)
-            batch_max: int | None = suspects[0] if suspects else None
-            chosen = _choose(tx, limit=limit, batch_max=batch_max, bytes_max=bytes_max)
-            if not chosen:
+            batch_max, detour = tx.run("survey", now=tx.now).fetchone()
+            if detour or batch_max is not None:
+                events = tx.run("events", seqs=json.dumps(_choose(tx, limit, batch_max)))
+            else:
+                events = tx.run("next_events", room=limit)
+            rows = list(events) if bytes_max is None else list(_within(events, bytes_max))
+            events.close()
+            if not rows:
                 return []
+            rows.sort(key=_SEQ)
             lock = _Lock(clock.uuid7(), worker, tx.now, length, batch_max, budget)
-            return _take(tx, chosen, lock)
+            _hold(tx, [row[9] for row in rows], lock)
+        return _claims(rows, lock)
 
     def renew(self, *, worker: str, tokens: Collection[UUID], lease: timedelta) -> frozenset[UUID]:
         """See `OutboxStore.renew`."""
@@ -405,27 +426,22 @@ class SQLiteStore(OutboxStore):
         It trusts first that every event is still held, and counts; only when the count is wrong does it start anew
         and look at each.
         """
+        if not verdicts:
+            return []
         try:
-            return self._finalize(verdicts, trusting=True)
+            with self._change() as tx:
+                _write_verdicts(tx, verdicts)
         except _Stale:
-            return self._finalize(verdicts, trusting=False)
-
-    def _finalize(self, verdicts: Sequence[tuple[Claim, Verdict]], *, trusting: bool) -> list[Claim]:
-        groups: dict[UUID, dict[int, tuple[Claim, Verdict]]] = {}
-        for claim, verdict in verdicts:
-            groups.setdefault(claim.token, {}).setdefault(claim.seq, (claim, verdict))
-        if not groups:
-            return []
-        with self._change() as tx:
-            written = {token: _write_verdicts(tx, token, group, trusting) for token, group in groups.items()}
-        if sum(map(len, written.values())) == len(verdicts):
-            return []
-        return [claim for claim, verdict in verdicts if written[claim.token].pop(claim.seq, None) is None]
+            with self._change() as tx:
+                held, refused = _parted(tx, verdicts)
+                _write_verdicts(tx, held)
+            return refused
+        return []
 
     def reap(self, *, limit: int = 100, worker: str | None = None) -> list[Reaped]:
         """See `OutboxStore.reap`."""
-        with self._look() as look:
-            if not look.value("anything_expired", worker=worker):
+        with self._database.peek() as peek:
+            if not peek.value("anything_expired", worker=worker):
                 return []
         with self._change() as tx:
             rows = tx.all("expired", worker=worker, now=tx.now, limit=max(limit, 0) if worker is None else -1)
@@ -499,7 +515,7 @@ class SQLiteStore(OutboxStore):
                 holders.add(str(lock.token))
             claims = [claim for token in holders for claim in tx.all("show_token", token=token)]
             tx.run("kill", now=tx.now, reason=_error_text(reason), seqs=json.dumps([row[1] for row in rows]))
-            for claim_id, _ in claims:
+            for claim_id, *_ in claims:
                 tx.end_claim(claim_id)
             tx.settle({lane for *_, lane in rows if lane is not None})
             tx.count(audit_id, len(rows))
@@ -652,31 +668,31 @@ class _Lock:
         return self.claimed_at + self.lease
 
 
-def _choose(tx: _Transaction, *, limit: int, batch_max: int | None, bytes_max: int | None) -> list[int]:
+def _choose(tx: _Transaction, limit: int, batch_max: int | None) -> list[int]:
     """The events that a claim takes, in the order in which it would rather have them."""
     room = limit if batch_max is None else min(limit, batch_max)
     queue = "ready" if batch_max is None else "ready_suspects"
     heads = tx.all(queue, now=tx.now, room=room, batch_max=batch_max)
     chosen = [seq for seq, _ in heads]
-    if any(lane is not None for _, lane in heads):
-        share = max(1, room // KEY_SHARE)
-        line = tx.run("followers", heads=json.dumps(chosen), share=share, now=tx.now, batch_max=batch_max, room=room)
-        chosen = [seq for (seq,) in line]
-    return chosen if bytes_max is None else _within(tx, chosen, bytes_max)
+    if all(lane is None for _, lane in heads):
+        return chosen
+    share = max(1, room // KEY_SHARE)
+    line = tx.run("followers", heads=json.dumps(chosen), share=share, now=tx.now, batch_max=batch_max, room=room)
+    return [seq for (seq,) in line]
 
 
-def _within(tx: _Transaction, chosen: list[int], bytes_max: int) -> list[int]:
+def _within(events: Iterable[Row], bytes_max: int) -> Iterator[Row]:
     """As many of these as `bytes_max` allows, and always the first."""
     total = 0
-    for taken, (size,) in enumerate(tx.all("payload_sizes", seqs=json.dumps(chosen))):
-        total += size
-        if total > bytes_max:
-            return chosen[: max(taken, 1)]
-    return chosen
+    for place, row in enumerate(events):
+        total += len(row[2])
+        if place and total > bytes_max:
+            return
+        yield row
 
 
-def _hold(tx: _Transaction, seqs: list[int], lock: _Lock) -> int:
-    """Write the claim down and give it these events; return its id."""
+def _hold(tx: _Transaction, seqs: list[int], lock: _Lock) -> None:
+    """Write the claim down and give it these events."""
     listed = json.dumps(seqs)
     made = tx.run(
         "make_claim",
@@ -690,25 +706,52 @@ def _hold(tx: _Transaction, seqs: list[int], lock: _Lock) -> int:
         budgets=json.dumps(dict(lock.budget.by_type) if lock.budget else {}),
         seqs=listed,
     )
-    claim_id = made.lastrowid or 0
-    tx.run("take", claim_id=claim_id, now=lock.claimed_at, seqs=listed)
-    return claim_id
+    tx.run_on("take", seqs, listed, claim_id=made.lastrowid, now=lock.claimed_at)
 
 
-def _take(tx: _Transaction, chosen: list[int], lock: _Lock) -> list[Claim]:
-    _hold(tx, chosen, lock)
-    rows = tx.all("taken", seqs=json.dumps(chosen))
-    claimed_at, locked_until = _time(lock.claimed_at), _time(lock.locked_until)
-    return [
-        Claim(_event(row), row[9], lock.token, lock.claimed_by, claimed_at, locked_until, *row[10:]) for row in rows
-    ]
+def _claims(rows: list[Row], lock: _Lock) -> list[Claim]:
+    """Claims are made by the thousand: times that repeat are made once, and tuples without their constructors."""
+    token, claimed_by, claimed_at, locked_until = (
+        lock.token,
+        lock.claimed_by,
+        _time(lock.claimed_at),
+        _time(lock.locked_until),
+    )
+    times: dict[int, datetime] = {}
+    new = tuple.__new__
+    claims = []
+    for (
+        event_id,
+        kind,
+        payload,
+        created,
+        content_type,
+        key,
+        partition,
+        headers,
+        metadata,
+        seq,
+        tries,
+        fails,
+        replays,
+    ) in rows:
+        if (created_at := times.get(created)) is None:
+            created_at = times[created] = _time(created)
+        sent = NOTHING if headers is None else json.loads(headers)
+        kept = NOTHING if metadata is None else json.loads(metadata)
+        event = new(Event, (_uuid(event_id), kind, payload, created_at, content_type, key, partition, sent, kept))
+        claims.append(new(Claim, (event, seq, token, claimed_by, claimed_at, locked_until, tries, fails, replays)))
+    return claims
 
 
 # --- finalizing and reaping ------------------------------------------------------------------------------------------
 
 
+Verdicts = Sequence[tuple[Claim, Verdict]]
+
+
 class _Stale(Exception):
-    """The claim holds fewer of the events than were named."""
+    """A claim holds fewer of the events than were named."""
 
 
 @dataclass(slots=True)
@@ -720,12 +763,9 @@ class _Outcome:
     dead: list[Row] = field(default_factory=list)
     lanes: set[str] = field(default_factory=set)
 
-    def add(self, claim: Claim, verdict: Verdict) -> None:
-        if claim.event.ordering_key is not None:
-            self.lanes.add(claim.event.ordering_key)
+    def add(self, claim: Claim, verdict: Retry | Released | Dead) -> None:
+        """Note what became of an event that was not published."""
         match verdict:
-            case Published():
-                self.published.append(claim.seq)
             case Retry(error, delay, charged):
                 self.returned.append((claim.seq, _milliseconds(delay), _error_text(error), int(charged), True))
             case Released(delay):
@@ -734,35 +774,69 @@ class _Outcome:
                 self.dead.append((claim.seq, _error_text(error), int(charged)))
 
 
-Group = dict[int, tuple[Claim, Verdict]]
-
-
-def _write_verdicts(tx: _Transaction, token: UUID, group: Group, trusting: bool) -> Group:
-    """Write what became of the events of one claim; return those that it held."""
-    shown = tx.one("show_token", token=str(token))
-    if shown is None:
-        return {}
-    claim_id, claimed_by = shown
-    if not trusting:
-        held = tx.run("held", claim_id=claim_id, seqs=json.dumps(list(group)))
-        group = {seq: group[seq] for (seq,) in held}
+def _outcomes(verdicts: Verdicts) -> dict[UUID, _Outcome]:
+    """The verdicts by token; those of one token mostly come together, and to compare tokens is dear."""
+    outcomes: dict[UUID, _Outcome] = {}
+    token: UUID | None = None
     outcome = _Outcome()
-    for seq_claim, verdict in group.values():
-        outcome.add(seq_claim, verdict)
-    if _write(tx, outcome, claim_id, claimed_by) != len(group):
-        raise _Stale
-    tx.settle(outcome.lanes, came_back_at=tx.now)
-    tx.end_claim(claim_id)
-    return group
+    for claim, verdict in verdicts:
+        if claim.token is not token:
+            token = claim.token
+            outcome = outcomes.setdefault(token, _Outcome())
+        if claim.event.ordering_key is not None:
+            outcome.lanes.add(claim.event.ordering_key)
+        if isinstance(verdict, Published):
+            outcome.published.append(claim.seq)
+        else:
+            outcome.add(claim, verdict)
+    return outcomes
+
+
+def _parted(tx: _Transaction, verdicts: Verdicts) -> tuple[list[tuple[Claim, Verdict]], list[Claim]]:
+    """The verdicts on events that their claims still hold, and the claims of all others. Of two on one, the first."""
+    named: dict[UUID, list[int]] = {}
+    for claim, _ in verdicts:
+        named.setdefault(claim.token, []).append(claim.seq)
+    held = {
+        token: {seq for (seq,) in tx.run("held", token=str(token), seqs=json.dumps(seqs))}
+        for token, seqs in named.items()
+    }
+    accepted, refused = [], []
+    for claim, verdict in verdicts:
+        if claim.seq in held[claim.token]:
+            held[claim.token].remove(claim.seq)
+            accepted.append((claim, verdict))
+        else:
+            refused.append(claim)
+    return accepted, refused
+
+
+def _write_verdicts(tx: _Transaction, verdicts: Verdicts) -> None:
+    """Write what became of these events, each of which its claim must hold."""
+    for token, outcome in _outcomes(verdicts).items():
+        shown = tx.one("show_token", token=str(token))
+        if shown is None:
+            raise _Stale
+        claim_id, claimed_by, size = shown
+        named = len(outcome.published) + len(outcome.returned) + len(outcome.dead)
+        if _write(tx, outcome, claim_id, claimed_by) != named:
+            raise _Stale
+        tx.settle(outcome.lanes, came_back_at=tx.now)
+        if named == size:
+            tx.run("drop_claim", claim_id=claim_id)
+        else:
+            tx.end_claim(claim_id)
 
 
 def _write(tx: _Transaction, outcome: _Outcome, claim_id: int, claimed_by: str) -> int:
     """Move the events that the claim holds; return how many that were."""
     common = {"now": tx.now, "claim_id": claim_id}
     written = 0
-    if outcome.published:
-        publish = "publish_ordered" if outcome.lanes else "publish"
-        written += tx.run(publish, seqs=json.dumps(outcome.published), claimed_by=claimed_by, **common).rowcount
+    if outcome.published and outcome.lanes:
+        listed = json.dumps(outcome.published)
+        written += tx.run("publish_ordered", seqs=listed, claimed_by=claimed_by, **common).rowcount
+    elif outcome.published:
+        written += tx.run_on("publish", outcome.published, claimed_by=claimed_by, **common)
     if outcome.returned:
         written += tx.run("give_back", rows=json.dumps(outcome.returned), **common).rowcount
     if outcome.dead:
@@ -943,6 +1017,17 @@ def _json_text(field_name: str, value: Mapping[str, Any]) -> str | None:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InvalidEvent(field_name, f"can't be written as JSON: {error}") from error
+
+
+_new, _set, _UNKNOWN = object.__new__, object.__setattr__, SafeUUID.unknown  # looked up once: each look-up costs
+
+
+def _uuid(text: str) -> UUID:
+    """A UUID from what the database has checked, past `UUID.__init__`, which would check it again."""
+    new = _new(UUID)
+    _set(new, "int", int(text.replace("-", ""), 16))
+    _set(new, "is_safe", _UNKNOWN)
+    return new
 
 
 def _error_text(error: str) -> str:

@@ -42,11 +42,28 @@ SELECT EXISTS (
         AND (available_at IS NULL OR available_at <= (SELECT now FROM oncebox_clock))
 );
 
--- name: suspects_first
--- The batch_max of the suspect that has waited longest; one that has just brought its worker down waits behind the rest.
-SELECT batch_max FROM oncebox_delivery INDEXED BY oncebox_suspect
-WHERE turn IS NOT NULL AND batch_max IS NOT NULL AND (available_at IS NULL OR available_at <= :now)
-ORDER BY turn LIMIT 1;
+-- name: survey
+-- What decides the way of a claim: the batch_max of the suspect that has waited longest (one that has just brought its
+-- worker down waits behind the rest), and whether there is anything due, or anything with a key.
+SELECT (
+    SELECT batch_max FROM oncebox_delivery INDEXED BY oncebox_suspect
+    WHERE turn IS NOT NULL AND batch_max IS NOT NULL AND (available_at IS NULL OR available_at <= :now)
+    ORDER BY turn LIMIT 1
+), EXISTS (
+    SELECT 1 FROM oncebox_delivery INDEXED BY oncebox_ready
+    WHERE turn IS NOT NULL AND batch_max IS NULL AND available_at <= :now
+) OR EXISTS (SELECT 1 FROM oncebox_delivery INDEXED BY oncebox_lane WHERE lane IS NOT NULL);
+
+-- name: next_events
+-- The short way, when nothing is suspect, due or ordered: the queue in its own order, each event read as it comes.
+SELECT
+    event.event_id, event.event_type, event.payload, event.created_at, event.content_type, event.ordering_key,
+    event.partition_key, event.headers, event.metadata, event.seq,
+    delivery.attempts + 1, delivery.failures, delivery.replays
+FROM oncebox_delivery AS delivery INDEXED BY oncebox_ready CROSS JOIN oncebox_event AS event
+WHERE delivery.turn IS NOT NULL AND delivery.batch_max IS NULL AND delivery.available_at IS NULL
+    AND event.seq = delivery.seq
+ORDER BY delivery.turn LIMIT :room;
 
 -- name: ready
 -- Two queues, each read in the order of its index and no further than `room`: what was never delayed, by turn, and what
@@ -91,10 +108,14 @@ WITH RECURSIVE line (seq, lane, beyond_share, place, depth) AS (
 )
 SELECT seq FROM line;
 
--- name: payload_sizes
--- In the order of the list; SQLite reads the length of a payload without the payload.
-SELECT length(event.payload) FROM json_each(:seqs) AS taken CROSS JOIN oncebox_event AS event
-WHERE event.seq = taken.value ORDER BY taken.key;
+-- name: events
+-- These events in the order of the list, read as they come: a claim with a limit of bytes stops in the middle.
+SELECT
+    event.event_id, event.event_type, event.payload, event.created_at, event.content_type, event.ordering_key,
+    event.partition_key, event.headers, event.metadata, event.seq,
+    delivery.attempts + 1, delivery.failures, delivery.replays
+FROM json_each(:seqs) AS listed CROSS JOIN oncebox_event AS event CROSS JOIN oncebox_delivery AS delivery
+WHERE event.seq = listed.value AND delivery.seq = event.seq;
 
 -- name: make_claim
 INSERT INTO oncebox_claim (
@@ -107,16 +128,13 @@ INSERT INTO oncebox_claim (
 -- EM-17, EM-21: claimed and counted in one update; the trigger refuses one without the other.
 UPDATE oncebox_delivery
 SET state = 'CLAIMED', since = :now, attempts = attempts + 1, claim_id = :claim_id, turn = NULL
-WHERE seq IN (SELECT value FROM json_each(:seqs)) AND state = 'PENDING';
+WHERE seq IN (SELECT value FROM json_each(:seqs));
 
--- name: taken
-SELECT
-    event.event_id, event.event_type, event.payload, event.created_at, event.content_type, event.ordering_key,
-    event.partition_key, event.headers, event.metadata, event.seq,
-    delivery.attempts, delivery.failures, delivery.replays
-FROM oncebox_event AS event CROSS JOIN oncebox_delivery AS delivery
-WHERE event.seq IN (SELECT value FROM json_each(:seqs)) AND delivery.seq = event.seq
-ORDER BY event.seq;
+-- name: take_span
+-- The same for neighbours, which needs no list: most claims are.
+UPDATE oncebox_delivery
+SET state = 'CLAIMED', since = :now, attempts = attempts + 1, claim_id = :claim_id, turn = NULL
+WHERE seq BETWEEN :first AND :last;
 
 -- name: renew
 -- LR-051, Reconciled 10: what has expired stays so, and no renewal reaches beyond three leases.
@@ -129,19 +147,26 @@ UPDATE oncebox_worker SET seen_at = :now WHERE worker_id = :worker_id;
 
 -- name: show_token
 -- LR-003: the trigger lets no event leave a claim whose token was not shown in the same transaction.
-UPDATE oncebox_claim SET shown_token = :token WHERE token = :token RETURNING claim_id, claimed_by;
+UPDATE oncebox_claim SET shown_token = :token WHERE token = :token RETURNING claim_id, claimed_by, json_array_length(seqs);
 
 -- name: hide_token
 UPDATE oncebox_claim SET shown_token = NULL WHERE claim_id = :claim_id;
 
 -- name: held
--- LR-003: which of these events the claim still holds.
-SELECT seq FROM oncebox_delivery WHERE seq IN (SELECT value FROM json_each(:seqs)) AND claim_id = :claim_id;
+-- LR-003: which of these events the claim still holds; a token that is unknown holds nothing.
+SELECT seq FROM oncebox_delivery
+WHERE seq IN (SELECT value FROM json_each(:seqs))
+    AND claim_id = (SELECT claim_id FROM oncebox_claim WHERE token = :token);
 
 -- name: publish
 -- No index contains what changes here: this is all that an event without a key costs.
 UPDATE oncebox_delivery SET state = 'PUBLISHED', since = :now, claim_id = NULL, published_by = :claimed_by
 WHERE seq IN (SELECT value FROM json_each(:seqs)) AND claim_id = :claim_id;
+
+-- name: publish_span
+-- The same for neighbours.
+UPDATE oncebox_delivery SET state = 'PUBLISHED', since = :now, claim_id = NULL, published_by = :claimed_by
+WHERE seq BETWEEN :first AND :last AND claim_id = :claim_id;
 
 -- name: publish_ordered
 -- The same for events with a key, which also leave their lane.
@@ -192,6 +217,10 @@ WHERE state = 'PENDING' AND turn IS NULL AND seq IN (
     WHERE NOT EXISTS (
         SELECT 1 FROM oncebox_delivery INDEXED BY oncebox_held
         WHERE lane = settled.value AND claim_id IS NOT NULL));
+
+-- name: drop_claim
+-- When all of its events were named at once; the trigger makes sure.
+DELETE FROM oncebox_claim WHERE claim_id = :claim_id;
 
 -- name: end_claim
 -- A claim ends with its last event.

@@ -169,7 +169,7 @@ def test_a_writer_may_add_events_and_nothing_else(
             "insert into oncebox.published (seq, attempts, published_by) values (1, 1, 'me')",
             "delete from oncebox.lane_ready",
             "insert into oncebox.event (event_type, payload, created_at) values ('t', '', now())",
-            "select oncebox.claim(oncebox.uuid7(), 'me', '30s', 1, null, 1, null, 0, true, 0, 0)",
+            "select oncebox.claim(oncebox.uuid7(), 'me', '30s', 1, null, 1, null, 0, 0, null)",
             "select oncebox.kill('{}', '', 1)",
             "select oncebox.admit(current_user, 'operator')",
         ):

@@ -51,7 +51,9 @@ DIALECT = "postgresql"
 ONLINE = "-- online"  # the first line of a migration that must not run in a transaction
 SWEEP_EVERY = 1.0  # seconds: how long a late commit may wait under overload
 SWEEP_SHARE = 20  # a look below the cursor is not repeated within this many times its own length
-SHARDS = 16
+SHARDS = 16  # of lanes, by their top bits
+LANE_BITS = 59
+TURNS = 1 << 30
 _REFUSED = "OB001"  # raised by the guards of the schema
 
 
@@ -181,7 +183,7 @@ class PostgreSQLStore(OutboxStore):
             if not rows and aim.above:
                 rows = self._run("claim", **asked, **aim.parameters(sweep=True))
             claims = _claims(rows, token, worker, lease)
-            aim.hit(claims, limit)
+            aim.hit(claims, limit, _first(rows, 14) or ())
         return claims
 
     def renew(self, *, worker: str, tokens: Collection[UUID], lease: timedelta) -> frozenset[UUID]:
@@ -366,28 +368,27 @@ class _Aim:
     The cursor spares walking over what is gone, which matters while an old transaction keeps the dead rows in the
     index. A transaction that commits late shows events below the cursor, so a claim looks from the start again after
     a short batch, and once a second under load; but never for more than a twentieth of the time, should that walk be
-    long. Shards and rooms come first in turn, so that none starves.
+    long. `turn` counts the claims, so that rooms and shards come first in turn; `hands` are the lanes at which the last
+    search of each shard ended, so that keys take turns too.
     """
 
     def __init__(self) -> None:
         self.above = 0
-        self._turn = random.randrange(2 * SHARDS)  # noqa: S311 - no secret
+        self._turn = random.randrange(TURNS)  # noqa: S311 - no secret
+        self._hands = [(shard << LANE_BITS) + random.getrandbits(LANE_BITS) for shard in range(SHARDS)]
         self._began = self._sweep_due = self._sweep_allowed = 0.0
 
     def parameters(self, *, sweep: bool = False) -> dict[str, Any]:
         self._began = clock.monotonic()
         if sweep or self._began >= self._sweep_due:
             self.above = 0
-        self._turn += 1
-        return {
-            "above": self.above,
-            "lanes_first": self._turn % 2 == 0,
-            "shard": self._turn // 2 % SHARDS,
-            "point": random.getrandbits(59),
-        }
+        self._turn = (self._turn + 1) % TURNS
+        return {"above": self.above, "turn": self._turn, "hands": self._hands}
 
-    def hit(self, claims: Sequence[Claim], limit: int) -> None:
+    def hit(self, claims: Sequence[Claim], limit: int, hands: Sequence[int]) -> None:
         """Note what came of it."""
+        for lane in hands:
+            self._hands[lane >> LANE_BITS] = lane
         ended = clock.monotonic()
         if self.above == 0:
             self._sweep_due = ended + max(SWEEP_EVERY, SWEEP_SHARE * (ended - self._began))
@@ -439,10 +440,10 @@ def _claims(rows: Sequence[TupleRow], token: UUID, worker: str, lease: timedelta
     """The rows of `oncebox.claim`, the first of which says when; written flat, since it runs for every event."""
     if not rows:
         return []
-    claimed_at = _utc(next(row[13] for row in rows if row[13]))
+    claimed_at = _utc(_first(rows, 13))
     locked_until = claimed_at + lease
     claims = []
-    for seq, *event, headers, metadata, attempts, failures, replays, _ in rows:
+    for seq, *event, headers, metadata, attempts, failures, replays, _, _ in rows:
         if event[3].tzinfo is not UTC:
             event[3] = event[3].astimezone(UTC)
         event.append(json.loads(headers) if headers else NOTHING)
@@ -467,6 +468,11 @@ def _record(row: TupleRow) -> Record:
         last_error=last_error,
         **{name: _utc(value) for name, value in zip(names, rest, strict=True)},
     )
+
+
+def _first(rows: Sequence[TupleRow], column: int) -> Any:
+    """What only one of the rows says, the first as a rule."""
+    return next((row[column] for row in rows if row[column] is not None), None)
 
 
 def _mapping(text: str | None) -> Mapping[str, Any]:

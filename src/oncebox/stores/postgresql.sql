@@ -32,7 +32,7 @@ select oncebox.known(%(ids)s::uuid[])
 
 -- name: claim
 select * from oncebox.claim(%(token)s, %(worker)s, %(lease)s, %(limit)s, %(bytes)s, %(budget)s, %(budgets)s,
-    %(above)s, %(lanes_first)s, %(shard)s, %(point)s)
+    %(above)s, %(turn)s, %(hands)s::bigint[])
 
 -- name: renew
 select oncebox.renew(%(worker)s, %(tokens)s, %(lease)s)

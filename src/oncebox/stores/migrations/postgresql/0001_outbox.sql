@@ -285,7 +285,9 @@ $$;
 -- --- claim ----------------------------------------------------------------------------------------------------------
 
 -- What one look into a room took. `full`: the next event there would not fit into the bytes that were left.
-create type oncebox.taken as (seqs bigint[], attempts integer[], lanes bigint[], bytes bigint, "full" boolean);
+-- `hands`: for each shard that was searched, the last free lane taken.
+create type oncebox.taken as (seqs bigint[], attempts integer[], lanes bigint[], bytes bigint, "full" boolean,
+    hands bigint[]);
 
 -- How many of these events, in this order, fit into `room` bytes of payload; `first`: the first one always does.
 create function oncebox.fitting(seqs bigint[], room bigint, first boolean, out fit integer, out bytes bigint)
@@ -354,46 +356,92 @@ begin
     return got;
 end $$;
 
+-- Takes the head of each of these lanes, which are the caller's already: at most `share` events of each, `room` in all,
+-- up to the first event that is not due, or suspect, or DEAD and blocking. With a `level`, suspects and nothing else.
+create function oncebox.take_heads(mine bigint[], share integer, room integer, bytes bigint, first boolean,
+    level integer) returns oncebox.taken language plpgsql security definer
+    set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+declare
+    got oncebox.taken;
+    places tid[];
+    fit integer;
+begin
+    select array_agg(h.ctid), array_agg(h.lane), array_agg(h.seq), array_agg(h.attempts)
+        into places, got.lanes, got.seqs, got.attempts
+    from (
+        select r.ctid, w.lane, r.seq, r.attempts
+        from unnest(mine) with ordinality w(lane, place),
+            lateral (
+                select coalesce(min(s.seq), 9223372036854775807) as seq from (
+                    (select seq from lane_ready
+                     where level is null and lane = w.lane
+                       and (available_at is not null or batch_max is not null)  -- names the index
+                       and (available_at > now() or batch_max is not null)
+                     order by seq limit 1)
+                    union all
+                    (select seq from lane_ready
+                     where level is not null and lane = w.lane and (available_at > now() or batch_max is null)
+                     order by seq limit 1)
+                    union all
+                    (select seq from blocker where lane = w.lane order by seq limit 1)) s) stop,
+            lateral (
+                select ctid, seq, attempts from lane_ready
+                where lane = w.lane and lane_ready.seq < stop.seq
+                order by seq limit share) r
+        order by w.place, r.seq limit room) h;
+    if places is null then
+        return got;
+    end if;
+    if bytes is not null then
+        select f.fit, f.bytes into fit, got.bytes from fitting(got.seqs, bytes, first) f;
+        got."full" := fit < cardinality(got.seqs);
+        places := places[1:fit]; got.lanes := got.lanes[1:fit];
+        got.seqs := got.seqs[1:fit]; got.attempts := got.attempts[1:fit];
+    end if;
+    delete from lane_ready where ctid = any (places);
+    return got;
+end $$;
+
 -- Events with an ordering key: lanes are taken whole, one holder each, so locking rows is not needed and would not
 -- be enough (SKIP LOCKED would skip a key's head and take its tail).
 --
--- Shard by shard, from `shard` on: 1. the right to take lanes of this shard, until commit; 2. with a snapshot that is
--- younger than that lock: lanes whose wait is over, and free lanes, one index probe a lane from a random `point` on,
--- so that none starves and a lane with 50,000 events costs as much as one with a single event (lanes that waited get
--- half of the room, so that they do not starve the others); 3. the head of each
--- lane up to the first event that is not due or suspect, or to a DEAD one that blocks. A lane that gave nothing gets a hold that says when to look
--- again. With a `level`, only lanes of suspects are looked at, and only suspects taken.
-create function oncebox.take_lanes(tok uuid, room integer, bytes bigint, first boolean, level integer,
-    shard integer, point bigint)
-    returns oncebox.taken language plpgsql security definer
+-- Shard by shard: 1. the right to take lanes of this shard, until commit; 2. with a snapshot that is younger than that
+-- lock: lanes whose wait is over, for half of the room, and free lanes, one index probe a lane, so that one with 50,000
+-- events costs no more than one with a single event; 3. the heads of these lanes. A lane that gave nothing gets a hold
+-- that says when to look again.
+--
+-- No lane starves: a shard is searched from where this worker's last search there ended (`hands`), and one lane gets an
+-- eighth of the room as long as others wait; what is left goes to the lanes that were taken (4). With a `level`, only
+-- lanes of suspects are looked at, and only suspects taken.
+create function oncebox.take_lanes(tok uuid, room integer, bytes bigint, first boolean, level integer, turn integer,
+    hands bigint[]) returns oncebox.taken language plpgsql security definer
     set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
 declare
-    got oncebox.taken := row('{}', '{}', '{}', 0, false);
+    got oncebox.taken := row('{}', '{}', '{}', 0, false, '{}');
+    part oncebox.taken;
     width constant bigint := 1::bigint << 59;
+    share constant integer := greatest(room / 8, 1);
+    shard integer;
     low bigint;
     high bigint;
     middle bigint;
     won bigint[];
     free bigint[];
-    head_lanes bigint[];
-    head_seqs bigint[];
-    head_attempts integer[];
-    places tid[];
-    fit integer;
-    part bigint;
+    hand bigint;
 begin
-    for turn in 0..15 loop
+    for step in 0..15 loop
         exit when room <= 0 or got."full";
-        low := ((shard + turn) & 15)::bigint << 59;
+        shard := (turn / 2 + step) & 15;
+        low := shard::bigint << 59;
         high := low + (width - 1);
-        middle := low + (point & (width - 1));
+        middle := hands[shard + 1] + 1;
         continue when level is null and not exists (select from lane_ready where lane between low and high);
-        continue when not pg_try_advisory_xact_lock(78, (shard + turn) & 15);                              -- 1
+        continue when not pg_try_advisory_xact_lock(78, shard);                                            -- 1
 
         with due as (
             select lane from hold
             where until <= now() and batch_max is not distinct from level and lane between low and high
-            order by until limit case when level is null then (room + (point & 1)::integer) / 2 else room end)
+            order by until limit case when level is null then (room + (turn >> 5 & 1)) / 2 else room end)
         , mine as (update hold set token = tok, until = null, batch_max = null from due where hold.lane = due.lane
             returning hold.lane)
         select coalesce(array_agg(lane), '{}') into won from mine;                                         -- 2
@@ -413,56 +461,43 @@ begin
             , candidate as (
                 select distinct lane from (
                     select l.lane from (select lane from upper_lane union all select lane from lower_lane) l,
-                        lateral (select from lane_ready r where r.lane = l.lane limit room) each_event
+                        lateral (select from lane_ready r where r.lane = l.lane limit share) each_event
                     where not exists (select from hold where hold.lane = l.lane)
                     limit room - cardinality(won)) enough)
             , mine as (insert into hold (lane, token) select lane, tok from candidate returning lane)
-            select coalesce(array_agg(lane), '{}') into free from mine;
-            won := won || free;
+            select array_agg(lane), coalesce(max(lane) filter (where lane < middle), max(lane)) into free, hand from mine;
+            if free is not null then
+                won := won || free;
+                got.hands := got.hands || hand;
+            end if;
         end if;
         continue when cardinality(won) = 0;
 
-        select array_agg(h.ctid), array_agg(h.lane), array_agg(h.seq), array_agg(h.attempts)               -- 3
-            into places, head_lanes, head_seqs, head_attempts
-        from (
-            select r.ctid, w.lane, r.seq, r.attempts
-            from unnest(won) with ordinality w(lane, place),
-                lateral (
-                    select coalesce(min(s.seq), 9223372036854775807) as seq from (
-                        (select seq from lane_ready
-                         where level is null and lane = w.lane
-                           and (available_at is not null or batch_max is not null)  -- names the index
-                           and (available_at > now() or batch_max is not null)
-                         order by seq limit 1)
-                        union all
-                        (select seq from lane_ready
-                         where level is not null and lane = w.lane and (available_at > now() or batch_max is null)
-                         order by seq limit 1)
-                        union all
-                        (select seq from blocker where lane = w.lane order by seq limit 1)) s) stop,
-                lateral (
-                    select ctid, seq, attempts from lane_ready
-                    where lane = w.lane and lane_ready.seq < stop.seq
-                    order by seq limit room) r
-            order by w.place, r.seq limit room) h;
-        if bytes is not null and places is not null then
-            select f.fit, f.bytes into fit, part
-                from fitting(head_seqs, bytes - got.bytes, first and cardinality(got.seqs) = 0) f;
-            got.bytes := got.bytes + part;
-            got."full" := fit < cardinality(head_seqs);
-            places := places[1:fit]; head_lanes := head_lanes[1:fit];
-            head_seqs := head_seqs[1:fit]; head_attempts := head_attempts[1:fit];
-        end if;
-        if places is not null then
-            delete from lane_ready where ctid = any (places);
-            got.seqs := got.seqs || head_seqs;
-            got.attempts := got.attempts || head_attempts;
-            got.lanes := got.lanes || head_lanes;
-            room := room - cardinality(head_seqs);
-        end if;
-        perform rest_lanes(tok, array(select unnest(won) except select unnest(head_lanes)));
+        part := take_heads(won, case when level is null then share else room end, room, bytes - got.bytes,  -- 3
+            first and cardinality(got.seqs) = 0, level);
+        got := in_hand(got, part);
+        room := room - coalesce(cardinality(part.seqs), 0);
+        perform rest_lanes(tok, array(select unnest(won) except select unnest(part.lanes)));
     end loop;
+    if level is null and room > 0 and not got."full" and cardinality(got.lanes) > 0 then                   -- 4
+        got := in_hand(got, take_heads(array(select distinct lane from unnest(got.lanes) lane), room, room,
+            bytes - got.bytes, false, null));
+    end if;
     return got;
+end $$;
+
+-- Two parts of a claim as one.
+create function oncebox.in_hand(hand oncebox.taken, part oncebox.taken) returns oncebox.taken
+    language plpgsql immutable as $$
+begin
+    hand."full" := coalesce(part."full", false);
+    if part.seqs is not null then
+        hand.seqs := hand.seqs || part.seqs;
+        hand.attempts := hand.attempts || part.attempts;
+        hand.lanes := hand.lanes || coalesce(part.lanes, array_fill(null::bigint, array[cardinality(part.seqs)]));
+        hand.bytes := hand.bytes + coalesce(part.bytes, 0);
+    end if;
+    return hand;
 end $$;
 
 -- Lets go of lanes that a claim won and took nothing from: a hold until the first event is due, or none at all.
@@ -489,12 +524,13 @@ end $$;
 -- Takes up to `room` eligible events for one worker, writes one row for the lease of all of them, and returns them
 -- with their payload, joined here and not by the caller, whose snapshot would be older. The first row says when.
 --
--- Suspects go first and by themselves. Then plain events and lanes, either first in turn (`lanes_first`).
+-- Suspects go first and by themselves. Then plain events and lanes, either first in turn. `turn` counts a worker's
+-- claims: what comes first (rooms, shards, fresh or due events) changes with it, so that nothing starves.
 create function oncebox.claim(tok uuid, worker text, lease interval, room integer, bytes bigint,
-    budget integer, budgets jsonb, above bigint, lanes_first boolean, shard integer, point bigint)
+    budget integer, budgets jsonb, above bigint, turn integer, hands bigint[])
     returns table (seq bigint, event_id uuid, event_type text, payload bytea, created_at timestamptz,
         content_type text, ordering_key text, partition_key text, headers text, metadata text, attempts integer,
-        failures integer, replays integer, claimed_at timestamptz)
+        failures integer, replays integer, claimed_at timestamptz, new_hands bigint[])
     language plpgsql security definer
     set search_path = oncebox, pg_temp set oncebox.door = 'open'
     set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off
@@ -505,11 +541,11 @@ declare
     got oncebox.taken;
     laned boolean;
     level integer;
-    due_share integer := (room + (point & 1)::integer) / 2;  -- what is due again gets half at first: neither starves
+    due_share integer := (room + (turn >> 1 & 1)) / 2;  -- what is due again gets half at first
     look text;
 begin
-    for turn in 1..2 loop  -- the second time for suspects only: looking at a lane may have shown that its head is one
-        hand := row('{}', '{}', '{}', 0, false); laned := false;
+    for search in 1..2 loop  -- again for suspects only: looking at a lane may have shown that its head is one
+        hand := row('{}', '{}', '{}', 0, false, '{}'); laned := false;
         select batch_max into level from waiting where batch_max is not null and available_at <= now()
             order by batch_max desc, seq limit 1;
         if level is not null then
@@ -519,18 +555,19 @@ begin
         select h.batch_max into level from hold h where h.until <= now() and h.batch_max is not null
             order by h.until, h.lane limit 1;
         if level is not null then
-            hand := take_lanes(tok, least(room, level), bytes, true, level, shard, point);
+            hand := take_lanes(tok, least(room, level), bytes, true, level, turn, hands);
             laned := true;
         end if;
-        exit when cardinality(hand.seqs) > 0 or turn = 2;
-        hand := row('{}', '{}', '{}', 0, false); level := null; laned := false;
-        foreach look in array case when lanes_first then array['lanes', 'due', 'fresh', 'more due']
+        exit when cardinality(hand.seqs) > 0 or search = 2;
+        hand := row('{}', '{}', '{}', 0, false, '{}'); level := null; laned := false;
+        foreach look in array case when turn & 1 = 0 then array['lanes', 'due', 'fresh', 'more due']
                                    else array['due', 'fresh', 'more due', 'lanes'] end loop
             exit when cardinality(hand.seqs) >= room or hand."full";
             case look
             when 'lanes' then
                 got := take_lanes(tok, room - cardinality(hand.seqs), bytes - hand.bytes, cardinality(hand.seqs) = 0,
-                    null, shard, point);
+                    null, turn, hands);
+                hand.hands := got.hands;
             when 'due' then
                 due_share := least(due_share, room - cardinality(hand.seqs));
                 continue when due_share = 0;
@@ -542,14 +579,8 @@ begin
                 continue when due_share > 0;  -- the share was not used up: there is no more
                 got := take_waiting(room - cardinality(hand.seqs), bytes - hand.bytes, cardinality(hand.seqs) = 0, null);
             end case;
-            hand."full" := coalesce(got."full", false);
-            continue when coalesce(cardinality(got.seqs), 0) = 0;
-            laned := laned or look = 'lanes';
-            hand.seqs := hand.seqs || got.seqs;
-            hand.attempts := hand.attempts || got.attempts;
-            hand.lanes := hand.lanes || case when look = 'lanes' then got.lanes
-                                             else array_fill(null::bigint, array[cardinality(got.seqs)]) end;
-            hand.bytes := hand.bytes + coalesce(got.bytes, 0);
+            laned := laned or cardinality(got.lanes) > 0;
+            hand := in_hand(hand, got);
         end loop;
         exit when cardinality(hand.seqs) > 0;
     end loop;
@@ -565,7 +596,7 @@ begin
     return query
     select e.seq, e.event_id, e.event_type, e.payload, e.created_at, e.content_type, e.ordering_key, e.partition_key,
         e.headers::text, e.metadata::text, u.attempts + 1, coalesce(t.failures, 0), coalesce(t.replays, 0),
-        case when u.place = 1 then now() end
+        case when u.place = 1 then now() end, case when u.place = 1 then hand.hands end
     from unnest(hand.seqs, hand.attempts) with ordinality u(seq, attempts, place),
         lateral (select * from event where event.seq = u.seq offset 0) e
         left join lateral (select failures, replays from trouble where trouble.seq = u.seq and u.attempts > 0) t on true;
@@ -977,7 +1008,7 @@ revoke all on all functions in schema oncebox from public;
 create function oncebox.admit(role name, part text) returns void language plpgsql as $$
 declare
     writer constant text := 'known(uuid[]), oncebox.serialize(text), oncebox.uuid7(), oncebox.strings_only(json)';
-    relay constant text := 'claim(uuid, text, interval, integer, bigint, integer, jsonb, bigint, boolean, integer, bigint), '
+    relay constant text := 'claim(uuid, text, interval, integer, bigint, integer, jsonb, bigint, integer, bigint[]), '
         'oncebox.renew(text, uuid[], interval), '
         'oncebox.finalize(uuid, bigint[], bigint[], text[], interval[], text[], integer[]), oncebox.reap(integer, text)';
     operator constant text := 'begin_audit(text, text, text, jsonb), oncebox.replay(bigint[], bigint), '

@@ -21,7 +21,9 @@ from .lives import LivesConformance
 from .model import ModelConformance
 from .operations import OperationsConformance
 from .ordering import OrderingConformance
+from .processes import ProcessesConformance
 from .schema import SchemaConformance
+from .server import ServerConformance
 from .suspects import SuspectsConformance
 from .tampering import ATTACKS, TamperingConformance
 
@@ -43,5 +45,5 @@ class StoreCore(
     """All that one process can show."""
 
 
-class StoreConformance(StoreCore, LivesConformance):
+class StoreConformance(StoreCore, LivesConformance, ProcessesConformance, ServerConformance):
     """All that a store promises."""

@@ -17,7 +17,7 @@ def store_url(given: str | None = None) -> str:
 
 
 def open_store(url: str | None = None, *, check_schema: bool = True) -> OutboxStore:
-    """Open the store that `url` names; its scheme (before a `+driver`) picks the class, ours or a stranger's."""
+    """Open the store that `url` names; its scheme picks the class, ours or a stranger's."""
     url = store_url(url)
     return store_class(url).open(url, check_schema=check_schema)
 

@@ -79,6 +79,17 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What an event was before a replay."""
+
+    replay: int  # how many replays it had had by then
+    state: State  # PUBLISHED or DEAD
+    at: datetime  # when it was published, or died
+    attempts: int
+    published_by: str | None  # who had claimed it then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Killed:
     """An event that an operator moved to DEAD; one that was CLAIMED may have been sent (Reconciled 13)."""
 
@@ -162,8 +173,8 @@ class OutboxStore(ABC):
     # --- delivery ------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def append(self, events: Sequence[NewEvent]) -> None:
-        """Persist all the events in one durable transaction, or none of them (SC-01).
+    def append(self, events: Sequence[NewEvent], *, audit_id: int | None = None) -> None:
+        """Persist all the events in one durable transaction, or none of them (SC-01); count them in `audit_id`, if any.
 
         Each is born PENDING, unclaimed, with no attempt (LC-20). An id that is there already is `DuplicateEvent`, and
         nothing changes (EM-02).
@@ -231,11 +242,19 @@ class OutboxStore(ABC):
         """Up to `limit` events that fit, by `seq` in the order asked for; `after`: the last `seq` of a former page."""
 
     @abstractmethod
+    def count(self, query: Query) -> int:
+        """How many events fit, without reading a payload."""
+
+    @abstractmethod
+    def history(self, event_id: UUID) -> list[Past]:
+        """What the event was before each of its replays, oldest first (Reconciled 6)."""
+
+    @abstractmethod
     def stats(self) -> Stats:
         """Counts of each state, and what an operator looks at first."""
 
     @abstractmethod
-    def begin_audit(self, *, who: str, action: str, why: str | None, what: Mapping[str, Any]) -> int:
+    def begin_audit(self, *, who: str, action: str, why: str | None, what: Mapping[str, Any], affected: int = 0) -> int:
         """Write down an operator's action before it changes anything; what changes adds to its `affected`."""
 
     @abstractmethod
@@ -275,6 +294,10 @@ class OutboxStore(ABC):
         Never one that is not terminal (LC-20), never one that a registered reader has not passed, and never a DEAD one
         that blocks its key.
         """
+
+    @abstractmethod
+    def count_prunable(self, *, published_after: timedelta | None, dead_after: timedelta | None) -> int:
+        """How many events `prune` would delete now."""
 
     # --- control ---------------------------------------------------------------------------------------------------
 

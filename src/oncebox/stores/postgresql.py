@@ -7,7 +7,8 @@ store keeps no session state and prepares nothing on the server: it works throug
 import json
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, Self
 from uuid import UUID
@@ -37,6 +38,7 @@ from .base import (
     Migration,
     Order,
     OutboxStore,
+    Past,
     Query,
     Reaped,
     Stats,
@@ -135,14 +137,18 @@ class PostgreSQLStore(OutboxStore):
 
     # --- delivery --------------------------------------------------------------------------------------------------
 
-    def append(self, events: Sequence[NewEvent]) -> None:
+    def append(self, events: Sequence[NewEvent], *, audit_id: int | None = None) -> None:
         if not events:
             return
         _refuse_twins(events)
         with self._connection() as connection:
             now = _fetch(connection, self._sql["clock"])[0][0] if any(event.delay for event in events) else None
             try:
-                self._copy(connection, events, now)
+                # COPY is one statement, and so a transaction by itself; only an audited one needs another around it.
+                with nullcontext() if audit_id is None else connection.transaction():
+                    self._copy(connection, events, now)
+                    if audit_id is not None:
+                        _fetch(connection, self._sql["add_to_audit"], {"audit_id": audit_id, "number": len(events)})
             except psycopg.errors.UniqueViolation as error:
                 raise self._duplicates(connection, events) from error
 
@@ -212,19 +218,22 @@ class PostgreSQLStore(OutboxStore):
     ) -> list[Record]:
         query = query or Query()
         newest = order is Order.NEWEST
-        rows = self._execute(
-            self._sql["find"].format(beyond="<" if newest else ">", direction="desc" if newest else "asc"),
-            ids=list(query.event_ids) or None,
-            states=[state.value for state in query.states] or None,
-            types=list(query.event_types) or None,
-            key=query.ordering_key,
-            created_from=query.created_from,
-            created_to=query.created_to,
-            eligible=query.eligible,
-            after=after,
-            limit=limit,
-        )
+        beyond, direction = ("<", "desc") if newest else (">", "asc")
+        statement = self._sql["find"].format(matching=self._sql["matching"], beyond=beyond, direction=direction)
+        rows = self._execute(statement, after=after, limit=limit, **_matching(query))
         return [_record(row) for row in rows]
+
+    def count(self, query: Query) -> int:
+        statement = self._sql["count"].format(matching=self._sql["matching"])
+        ((number,),) = self._execute(statement, **_matching(query))
+        return int(number)
+
+    def history(self, event_id: UUID) -> list[Past]:
+        rows = self._run("history", event_id=event_id)
+        return [
+            Past(replay=replay, state=State(state), at=_utc(at), attempts=attempts, published_by=by)
+            for replay, state, at, attempts, by in rows
+        ]
 
     def stats(self) -> Stats:
         (row,) = self._run("stats")
@@ -238,8 +247,9 @@ class PostgreSQLStore(OutboxStore):
         names = ("delayed", "suspect", "blocked_keys", "oldest_pending", "oldest_claim", "expired_claims", "workers")
         return Stats(states=counts, **dict(zip((*names, "paused"), rest, strict=True)))
 
-    def begin_audit(self, *, who: str, action: str, why: str | None, what: Mapping[str, Any]) -> int:
-        entry: int = self._one("begin_audit", who=who, action=action, why=why, what=Jsonb(dict(what)))
+    def begin_audit(self, *, who: str, action: str, why: str | None, what: Mapping[str, Any], affected: int = 0) -> int:
+        given = {"who": who, "action": action, "why": why, "what": Jsonb(dict(what)), "affected": affected}
+        entry: int = self._one("begin_audit", **given)
         return entry
 
     def audit(self, *, limit: int = 100) -> list[AuditEntry]:
@@ -249,7 +259,7 @@ class PostgreSQLStore(OutboxStore):
         terminal = tuple(TERMINAL & set(query.states or TERMINAL))
         if not terminal:
             return Step(count=0, last_seq=after, done=True)
-        chosen = self.find(_only(query, terminal), limit=limit, after=after)
+        chosen = self.find(replace(query, states=terminal), limit=limit, after=after)
         seqs = [record.seq for record in chosen]
         count = self._one("replay", seqs=seqs, audit_id=audit_id)
         return Step(count=count, last_seq=max(seqs, default=after), done=len(seqs) < limit)
@@ -273,6 +283,10 @@ class PostgreSQLStore(OutboxStore):
             "prune", published_after=published_after, dead_after=dead_after, limit=limit, audit_id=audit_id
         )
         return Step(count=count, last_seq=last_seq, done=count < limit)
+
+    def count_prunable(self, *, published_after: timedelta | None, dead_after: timedelta | None) -> int:
+        number: int = self._one("count_prunable", published_after=published_after, dead_after=dead_after)
+        return number
 
     # --- control ---------------------------------------------------------------------------------------------------
 
@@ -521,12 +535,13 @@ def _other(verdict: Verdict) -> tuple[str, timedelta | None, str | None, int]:
             raise AssertionError("published events have an array of their own")
 
 
-def _only(query: Query, states: Collection[State]) -> Query:
-    return Query(
-        event_ids=query.event_ids,
-        states=states,
-        event_types=query.event_types,
-        ordering_key=query.ordering_key,
-        created_from=query.created_from,
-        created_to=query.created_to,
-    )
+def _matching(query: Query) -> dict[str, Any]:
+    return {
+        "ids": list(query.event_ids) or None,
+        "states": [state.value for state in query.states] or None,
+        "types": list(query.event_types) or None,
+        "key": query.ordering_key,
+        "created_from": query.created_from,
+        "created_to": query.created_to,
+        "eligible": query.eligible,
+    }

@@ -44,13 +44,9 @@ select oncebox.finalize(%(token)s, %(acked)s::bigint[], %(others)s::bigint[], %(
 -- name: reap
 select * from oncebox.reap(%(limit)s, %(worker)s)
 
--- name: find
--- Conditions on a parameter that is null fold away when the statement is planned, with its values, on each call. The
--- order is part of the text, so that the rooms' own indexes give it and a page costs what a page is.
-select event_id, event_type, payload, created_at, content_type, ordering_key, partition_key, headers::text,
-    metadata::text, seq, state, attempts, failures, replays, last_error, available_at, claimed_at, claimed_by, locked_until,
-    lock_token, published_at, died_at
-from oncebox.outbox
+-- name: matching
+-- What an operator means. Conditions on a parameter that is null fold away when the statement is planned, with its
+-- values, on each call.
 where (%(ids)s::uuid[] is null or event_id = any (%(ids)s::uuid[]))
   and (%(states)s::text[] is null or state = any (%(states)s::text[]))
   and (%(types)s::text[] is null or event_type = any (%(types)s::text[]))
@@ -58,9 +54,25 @@ where (%(ids)s::uuid[] is null or event_id = any (%(ids)s::uuid[]))
   and (%(created_from)s::timestamptz is null or created_at >= %(created_from)s)
   and (%(created_to)s::timestamptz is null or created_at < %(created_to)s)
   and (not %(eligible)s or (state = 'PENDING' and (available_at is null or available_at <= now())))
+
+-- name: find
+-- The order is part of the text, so that the rooms' own indexes give it and a page costs what a page is.
+select event_id, event_type, payload, created_at, content_type, ordering_key, partition_key, headers::text,
+    metadata::text, seq, state, attempts, failures, replays, last_error, available_at, claimed_at, claimed_by, locked_until,
+    lock_token, published_at, died_at
+from oncebox.outbox
+{matching}
   and (%(after)s::bigint is null or seq {beyond} %(after)s)
 order by seq {direction}
 limit %(limit)s
+
+-- name: count
+select count(*) from oncebox.outbox
+{matching}
+
+-- name: history
+select replay, state, at, attempts, published_by from oncebox.history
+where seq = (select seq from oncebox.event where event_id = %(event_id)s) order by replay
 
 -- name: stats
 select (select count(*) from oncebox.ready) + (select count(*) from oncebox.waiting)
@@ -82,7 +94,10 @@ select (select count(*) from oncebox.ready) + (select count(*) from oncebox.wait
     coalesce((select value = 'true'::jsonb from oncebox.setting where name = 'paused'), false) as paused
 
 -- name: begin_audit
-select oncebox.begin_audit(%(who)s, %(action)s, %(why)s, %(what)s)
+select oncebox.begin_audit(%(who)s, %(action)s, %(why)s, %(what)s, %(affected)s)
+
+-- name: add_to_audit
+select oncebox.add_to_audit(%(audit_id)s, %(number)s)
 
 -- name: audit
 select audit_id, at, who, action, why, what, affected from oncebox.audit order by audit_id desc limit %(limit)s
@@ -101,6 +116,10 @@ select oncebox.unblock(%(key)s, %(audit_id)s)
 
 -- name: prune
 select number, last_seq from oncebox.prune(%(published_after)s, %(dead_after)s, %(limit)s, %(audit_id)s)
+
+-- name: count_prunable
+select (select count(*) from oncebox.prunable_published(%(published_after)s, null))
+     + (select count(*) from oncebox.prunable_dead(%(dead_after)s, null))
 
 -- name: control
 select name, value from oncebox.setting

@@ -45,19 +45,21 @@ from .base import (
     Migration,
     Order,
     OutboxStore,
+    Past,
     Query,
     Reaped,
     Stats,
     Step,
     Worker,
+    storable_error,
 )
 
 DIALECT: Final = "sqlite"
 SQLITE_MIN: Final = (3, 37, 0)  # STRICT tables
 BUSY_TIMEOUT: Final = timedelta(seconds=30)
+BUSY_TIMEOUT_MAX: Final = timedelta(hours=1)
 APPEND_ROWS: Final = 100  # events in one INSERT
 KEY_SHARE: Final = 8  # one key gets an eighth of a claim, as long as others wait
-ERROR_MAX: Final = 4_000  # characters of `last_error`
 LINES_MAX: Final = 1_000  # findings of `verify`
 
 _SQL = sql.blocks("sqlite.sql")
@@ -120,7 +122,10 @@ def _options(url: str, options: str) -> dict[str, timedelta]:
     for name in given.keys() - {"busy_timeout"}:
         near = difflib.get_close_matches(name, ["busy_timeout"])
         raise InvalidSetting(f"{url!r}: unknown option {name!r}; {'did you mean' if near else 'known:'} busy_timeout")
-    return {name: parse_duration(value) for name, value in given.items()}
+    durations = {name: parse_duration(value) for name, value in given.items()}
+    if any(duration > BUSY_TIMEOUT_MAX for duration in durations.values()):
+        raise InvalidSetting(f"{url!r}: busy_timeout is longer than {BUSY_TIMEOUT_MAX}; give a shorter one")
+    return durations
 
 
 class _Session:
@@ -358,7 +363,7 @@ class SQLiteStore(OutboxStore):
 
     # --- delivery ------------------------------------------------------------------------------------------------
 
-    def append(self, events: Sequence[NewEvent]) -> None:
+    def append(self, events: Sequence[NewEvent], *, audit_id: int | None = None) -> None:
         """See `OutboxStore.append`."""
         try:
             with self._change() as tx:
@@ -368,6 +373,8 @@ class SQLiteStore(OutboxStore):
                     many = [value for row in rows[start : start + APPEND_ROWS] for value in row]
                     tx.connection.execute(_APPEND_MANY, many)
                 tx.connection.executemany(_SQL["append"], rows[whole:])
+                if audit_id is not None:
+                    tx.count(audit_id, len(rows))
         except ForbiddenWrite as error:
             self._refuse_duplicates(events, error)
             raise
@@ -463,6 +470,22 @@ class SQLiteStore(OutboxStore):
             found = look.connection.execute(text, values | {"after": after, "limit": max(limit, 0)})
             return [_record(row) for row in found.fetchall()]
 
+    def count(self, query: Query) -> int:
+        """See `OutboxStore.count`."""
+        conditions, values = _conditions(query)
+        text = "\n".join(_SQL[block] for block in ("counted", *conditions))
+        with self._look() as look:
+            return int(look.connection.execute(text, values).fetchone()[0])
+
+    def history(self, event_id: UUID) -> list[Past]:
+        """See `OutboxStore.history`."""
+        with self._look() as look:
+            rows = look.all("history", event_id=str(event_id))
+        return [
+            Past(replay=replay, state=State(state), at=_time(at), attempts=attempts, published_by=by)
+            for replay, state, at, attempts, by in rows
+        ]
+
     def stats(self) -> Stats:
         """See `OutboxStore.stats`."""
         with self._look() as look:
@@ -472,10 +495,11 @@ class SQLiteStore(OutboxStore):
             finally:
                 look.connection.execute("COMMIT")
 
-    def begin_audit(self, *, who: str, action: str, why: str | None, what: Mapping[str, Any]) -> int:
+    def begin_audit(self, *, who: str, action: str, why: str | None, what: Mapping[str, Any], affected: int = 0) -> int:
         """See `OutboxStore.begin_audit`."""
         with self._change() as tx:
-            entry = {"who": who, "action": action, "why": why, "what": json.dumps(what, default=str)}
+            text = json.dumps(what, default=str)
+            entry = {"who": who, "action": action, "why": why, "what": text, "affected": affected}
             return tx.run("begin_audit", now=tx.now, **entry).lastrowid or 0
 
     def audit(self, *, limit: int = 100) -> list[AuditEntry]:
@@ -514,7 +538,7 @@ class SQLiteStore(OutboxStore):
                 _hold(tx, pending, lock)
                 holders.add(str(lock.token))
             claims = [claim for token in holders for claim in tx.all("show_token", token=token)]
-            tx.run("kill", now=tx.now, reason=_error_text(reason), seqs=json.dumps([row[1] for row in rows]))
+            tx.run("kill", now=tx.now, reason=storable_error(reason), seqs=json.dumps([row[1] for row in rows]))
             for claim_id, *_ in claims:
                 tx.end_claim(claim_id)
             tx.settle({lane for *_, lane in rows if lane is not None})
@@ -542,16 +566,17 @@ class SQLiteStore(OutboxStore):
     ) -> Step:
         """See `OutboxStore.prune`."""
         with self._look() as look:
-            now = look.value("now")
-            until = {
-                "published_until": None if published_after is None else now - _milliseconds(published_after),
-                "dead_until": None if dead_after is None else now - _milliseconds(dead_after),
-            }
+            until = _until(look.value("now"), published_after, dead_after)
             seqs = [seq for (seq,) in look.run("prunable", limit=_positive(limit), **until)]
         with self._change() as tx:
             count = tx.run("prune", seqs=json.dumps(seqs), **until).rowcount
             tx.count(audit_id, count)
         return Step(count=count, last_seq=seqs[-1] if seqs else 0, done=len(seqs) < limit)
+
+    def count_prunable(self, *, published_after: timedelta | None, dead_after: timedelta | None) -> int:
+        """See `OutboxStore.count_prunable`."""
+        with self._look() as look:
+            return int(look.value("count_prunable", **_until(look.value("now"), published_after, dead_after)))
 
     # --- control ---------------------------------------------------------------------------------------------------
 
@@ -767,11 +792,11 @@ class _Outcome:
         """Note what became of an event that was not published."""
         match verdict:
             case Retry(error, delay, charged):
-                self.returned.append((claim.seq, _milliseconds(delay), _error_text(error), int(charged), True))
+                self.returned.append((claim.seq, _milliseconds(delay), storable_error(error), int(charged), True))
             case Released(delay):
                 self.returned.append((claim.seq, _milliseconds(delay) or None, None, 0, False))
             case Dead(error, charged):
-                self.dead.append((claim.seq, _error_text(error), int(charged)))
+                self.dead.append((claim.seq, storable_error(error), int(charged)))
 
 
 def _outcomes(verdicts: Verdicts) -> dict[UUID, _Outcome]:
@@ -903,6 +928,14 @@ def _reap(tx: _Transaction, expired: _Expired) -> Reaped:
 # --- looking ---------------------------------------------------------------------------------------------------------
 
 
+def _until(now: int, published_after: timedelta | None, dead_after: timedelta | None) -> dict[str, int | None]:
+    """Up to when an event must have ended to be old enough; None: such events are kept."""
+    return {
+        "published_until": None if published_after is None else now - _milliseconds(published_after),
+        "dead_until": None if dead_after is None else now - _milliseconds(dead_after),
+    }
+
+
 def _conditions(query: Query) -> tuple[list[str], dict[str, object]]:
     """The blocks that a query adds, and their values."""
     values: dict[str, object] = {}
@@ -996,7 +1029,7 @@ def _values(event: NewEvent, now: int) -> Row:
     if event.delay is not None:
         available_at = now + _milliseconds(event.delay)
     elif event.available_at is not None:
-        available_at = _stamp("available_at", event.available_at)
+        available_at = max(0, _stamp("available_at", event.available_at))
     return (
         str(event.event_id),
         event.event_type,
@@ -1028,11 +1061,6 @@ def _uuid(text: str) -> UUID:
     _set(new, "int", int(text.replace("-", ""), 16))
     _set(new, "is_safe", _UNKNOWN)
     return new
-
-
-def _error_text(error: str) -> str:
-    """An error as a database can keep it: of limited length, without NUL and lone surrogates."""
-    return error[:ERROR_MAX].encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
 def _texts(values: Iterable[object]) -> str:

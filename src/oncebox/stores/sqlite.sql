@@ -210,7 +210,7 @@ UPDATE oncebox_delivery
 SET turn = CASE
     WHEN batch_max IS NOT NULL THEN coalesce(available_at, :now)
     WHEN since = :came_back_at THEN seq
-    ELSE (SELECT max(seq) FROM oncebox_event) END
+    ELSE (SELECT max(seq) + 1 FROM oncebox_event) END
 WHERE state = 'PENDING' AND turn IS NULL AND seq IN (
     SELECT (SELECT min(seq) FROM oncebox_delivery INDEXED BY oncebox_lane WHERE lane = settled.value)
     FROM json_each(:lanes) AS settled
@@ -263,6 +263,15 @@ SELECT
 FROM oncebox_delivery AS delivery JOIN oncebox_event AS event ON event.seq = delivery.seq
 LEFT JOIN oncebox_claim AS claim ON claim.claim_id = delivery.claim_id
 WHERE 1
+
+-- name: counted
+-- `count`, to which the conditions that were given are added.
+SELECT count(*) FROM oncebox_delivery AS delivery JOIN oncebox_event AS event ON event.seq = delivery.seq
+WHERE 1
+
+-- name: history
+SELECT replay, 'PUBLISHED', published_at, attempts, published_by FROM oncebox_history
+WHERE seq = (SELECT seq FROM oncebox_event WHERE event_id = :event_id) ORDER BY replay;
 
 -- name: terminal
 -- `replay`, to which the conditions that were given are added.
@@ -346,7 +355,7 @@ SELECT count(*), coalesce(sum(available_at > :now), 0), coalesce(sum(batch_max I
 FROM oncebox_delivery INDEXED BY oncebox_lane WHERE lane IS NOT NULL AND turn IS NULL AND state = 'PENDING';
 
 -- name: begin_audit
-INSERT INTO oncebox_audit (at, who, action, why, what) VALUES (:now, :who, :action, :why, :what);
+INSERT INTO oncebox_audit (at, who, action, why, what, affected) VALUES (:now, :who, :action, :why, :what, :affected);
 
 -- name: count_audit
 UPDATE oncebox_audit SET affected = affected + :count WHERE audit_id = :audit_id;
@@ -367,7 +376,7 @@ WHERE turn IS NOT NULL AND seq IN (
 UPDATE oncebox_delivery
 SET state = 'PENDING', since = :now, replays = replays + 1, failures = 0, available_at = NULL, batch_max = NULL,
     published_by = NULL, lane = event.ordering_key,
-    turn = CASE WHEN event.ordering_key IS NULL THEN (SELECT max(seq) FROM oncebox_event) END
+    turn = CASE WHEN event.ordering_key IS NULL THEN (SELECT max(seq) + 1 FROM oncebox_event) END
 FROM oncebox_event AS event
 WHERE oncebox_delivery.seq IN (SELECT value FROM json_each(:seqs)) AND event.seq = oncebox_delivery.seq;
 
@@ -400,6 +409,11 @@ SELECT seq FROM oncebox_delivery
 WHERE (state = 'PUBLISHED' AND since <= :published_until OR state = 'DEAD' AND since <= :dead_until AND lane IS NULL)
     AND seq <= (SELECT coalesce(min(position), 9223372036854775807) FROM oncebox_reader)
 ORDER BY seq LIMIT :limit;
+
+-- name: count_prunable
+SELECT count(*) FROM oncebox_delivery
+WHERE (state = 'PUBLISHED' AND since <= :published_until OR state = 'DEAD' AND since <= :dead_until AND lane IS NULL)
+    AND seq <= (SELECT coalesce(min(position), 9223372036854775807) FROM oncebox_reader);
 
 -- name: prune
 DELETE FROM oncebox_event WHERE seq IN (

@@ -777,9 +777,9 @@ end $$;
 
 -- --- operators ------------------------------------------------------------------------------------------------------
 
-create function oncebox.begin_audit(who text, action text, why text, what jsonb) returns bigint
+create function oncebox.begin_audit(who text, action text, why text, what jsonb, affected bigint) returns bigint
     language sql volatile security definer set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
-    insert into audit (who, action, why, what) values (who, action, why, what) returning audit_id
+    insert into audit (who, action, why, what, affected) values (who, action, why, what, affected) returning audit_id
 $$;
 
 create function oncebox.add_to_audit(entry bigint, number bigint) returns void
@@ -920,7 +920,24 @@ begin
     return freed;
 end $$;
 
--- Deletes events that have been terminal for long, that every reader has passed, and that block nothing.
+-- Events that have been terminal for long, that every reader has passed, and that block nothing.
+create function oncebox.prunable_published(age interval, room integer) returns setof bigint
+    language sql stable security definer set search_path = oncebox, pg_temp as $$
+    select p.seq from published p join event e using (seq)
+    where p.published_at < now() - age
+      and not exists (select from reader r where not pg_visible_in_snapshot(e.xid, r.position))
+    order by p.seq limit room
+$$;
+create function oncebox.prunable_dead(age interval, room integer) returns setof bigint
+    language sql stable security definer set search_path = oncebox, pg_temp as $$
+    select d.seq from dead d join event e using (seq)
+    where d.died_at < now() - age
+      and not exists (select from reader r where not pg_visible_in_snapshot(e.xid, r.position))
+      and not exists (select from blocker b where b.seq = d.seq)
+    order by d.seq limit room
+$$;
+
+-- Deletes them. Whoever is faster (a replay, another prune) has the row: what it took is passed over.
 create function oncebox.prune(published_after interval, dead_after interval, room integer, entry bigint)
     returns table (number integer, last_seq bigint) language plpgsql security definer
     set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
@@ -928,17 +945,13 @@ create function oncebox.prune(published_after interval, dead_after interval, roo
 declare
     chosen bigint[];
 begin
-    select array_agg(o.seq) into chosen from (
-        select p.seq from published p join event e using (seq)
-        where p.published_at < now() - published_after
-          and not exists (select from reader r where not pg_visible_in_snapshot(e.xid, r.position))
-        order by p.seq limit room for update of p skip locked) o;
-    select coalesce(chosen, '{}') || coalesce(array_agg(o.seq), '{}') into chosen from (
-        select d.seq from dead d join event e using (seq)
-        where d.died_at < now() - dead_after
-          and not exists (select from reader r where not pg_visible_in_snapshot(e.xid, r.position))
-          and not exists (select from blocker b where b.seq = d.seq)
-        order by d.seq limit room - coalesce(cardinality(chosen), 0) for update of d skip locked) o;
+    select array_agg(p.seq) into chosen from (
+        select seq from published where seq in (select prunable_published(published_after, room))
+        for update skip locked) p;
+    select coalesce(chosen, '{}') || coalesce(array_agg(d.seq), '{}') into chosen from (
+        select seq from dead where seq in (
+            select prunable_dead(dead_after, room - coalesce(cardinality(chosen), 0)))
+        for update skip locked) d;
     delete from published where seq = any (chosen);
     delete from dead where seq = any (chosen);
     delete from trouble where seq = any (chosen);
@@ -1011,9 +1024,10 @@ declare
     relay constant text := 'claim(uuid, text, interval, integer, bigint, integer, jsonb, bigint, integer, bigint[]), '
         'oncebox.renew(text, uuid[], interval), '
         'oncebox.finalize(uuid, bigint[], bigint[], text[], interval[], text[], integer[]), oncebox.reap(integer, text)';
-    operator constant text := 'begin_audit(text, text, text, jsonb), oncebox.replay(bigint[], bigint), '
+    operator constant text := 'begin_audit(text, text, text, jsonb, bigint), oncebox.add_to_audit(bigint, bigint), oncebox.replay(bigint[], bigint), '
         'oncebox.kill(uuid[], text, bigint), oncebox.reschedule(uuid[], interval, bigint), oncebox.unblock(text, bigint), '
-        'oncebox.prune(interval, interval, integer, bigint), oncebox.set_control(jsonb, bigint), oncebox.lane_of(text)';
+        'oncebox.prune(interval, interval, integer, bigint), oncebox.prunable_published(interval, integer), '
+        'oncebox.prunable_dead(interval, integer), oncebox.set_control(jsonb, bigint), oncebox.lane_of(text)';
 begin
     if part not in ('writer', 'relay', 'operator') then
         raise exception 'oncebox: no part "%"; give writer, relay or operator', part using errcode = 'OB002';

@@ -251,6 +251,15 @@ BEGIN
     SELECT RAISE(ABORT, 'oncebox: an event that is PUBLISHED or DEAD changes only by replay (LC-10)');
 END;
 
+-- An event keeps its place in the line of its key while it lives; a replay brings it back there.
+CREATE TRIGGER oncebox_delivery_lined BEFORE UPDATE OF lane ON oncebox_delivery
+WHEN new.lane IS NOT old.lane AND CASE
+    WHEN new.lane IS NULL THEN new.state = 'PENDING' OR new.state = 'CLAIMED'
+    ELSE old.lane IS NOT NULL OR new.lane IS NOT (SELECT ordering_key FROM oncebox_event WHERE seq = new.seq) END
+BEGIN
+    SELECT RAISE(ABORT, 'oncebox: an event stands in the line of its ordering key until it is terminal (EM-13)');
+END;
+
 CREATE TRIGGER oncebox_delivery_named BEFORE UPDATE OF seq ON oncebox_delivery
 BEGIN
     SELECT RAISE(ABORT, 'oncebox: seq never changes');

@@ -12,7 +12,7 @@ from oncebox.producer.copy import BUFFER_BYTES, buffers
 from oncebox.producer.payload import Encoder
 from oncebox.producer.plan import Load, unnest
 
-checker = Checker(Encoder(), 64 * 1024 * 1024, {})
+checker = Checker(Encoder(), 64 * 1024 * 1024, None)
 
 
 def test_an_iterator_is_cut_by_number() -> None:

@@ -4,17 +4,20 @@ Columns, because a check of something that repeats (a type, a key, headers) is t
 and because that is the shape that the bulk ways of the drivers want.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from ..clock import uuid7s
+from ..clock import uuid7, uuid7s
 from ..errors import DuplicateEvent, InvalidEvent
 from ..event import (
     CONTENT_TYPE_MAX,
+    EVENT_TYPE_MAX,
     KEY_MAX,
     NewEvent,
     check_headers,
@@ -22,12 +25,14 @@ from ..event import (
     check_payload,
     check_schedule,
 )
+from ..telemetry import current_trace
 from .payload import Encoder, utf8
 
 BATCH_EVENTS_MAX = 10_000  # of a batch cut from an iterator, and of one bulk statement
 BATCH_BYTES_MAX = 16 * 1024 * 1024  # of payload, likewise; one event alone may be larger
 METADATA_BYTES_MAX = 65_536
 _NIL = UUID(int=0)
+Encoded = tuple[bytes, str]  # a payload, and its content type
 
 
 class Draft(NamedTuple):
@@ -43,6 +48,22 @@ class Draft(NamedTuple):
     available_at: datetime | None = None
     event_id: UUID | None = None
     content_type: str | None = None
+
+
+class Row(NamedTuple):
+    """One event that breaks no rule, ready for a database."""
+
+    event_id: UUID
+    event_type: str
+    payload: bytes
+    content_type: str
+    ordering_key: str | None
+    partition_key: str | None
+    headers: str | None
+    metadata: str | None
+    delay: timedelta | None
+    available_at: datetime | None
+    given: bool  # the id: only one that the caller chose can be a duplicate
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +88,7 @@ class Batch:
     @property
     def delayed(self) -> bool:
         """Whether any of them waits for a time that only the database can tell."""
-        return any(delay is not None for delay in self.delay)
+        return self.delay.count(None) < len(self.delay)
 
     def keys(self) -> list[str]:
         """The ordering keys, each once, in an order that all writers share."""
@@ -80,53 +101,84 @@ class Checker:
 
     encoder: Encoder
     payload_max: int
-    annotation: Mapping[str, Any]  # metadata that every event gets: its trace, its source
+    source: str | None  # who writes, for each event's metadata
 
     def batches(self, drafts: Iterable[Draft]) -> Iterator[Batch]:
-        """A list or tuple as one batch, so that one bad event among many stops all; an iterator in bounded pieces."""
-        bounded = not isinstance(drafts, list)
-        piece: list[Draft] = []
-        encoded: list[tuple[bytes, str]] = []
-        size = first = 0
-        for draft in drafts:
-            try:
-                encoded.append(self._payload(draft[1]))
-            except InvalidEvent as error:
-                raise _placed(error, first + len(encoded)) from error.__cause__
-            piece.append(draft)
-            size += len(encoded[-1][0])
-            if bounded and (len(piece) == BATCH_EVENTS_MAX or size >= BATCH_BYTES_MAX):
-                yield self._batch(piece, encoded, first)
+        """A list as one batch, so that one bad event among many stops all; an iterator in bounded pieces."""
+        first, annotation = 0, self._annotation()
+        for piece, encoded in [self._whole(drafts)] if isinstance(drafts, list) else self._pieces(iter(drafts)):
+            if piece:
+                yield self._batch(piece, encoded, annotation, first)
                 first += len(piece)
+
+    def row(self, draft: Draft) -> Row:
+        """One draft by itself, by the same rules: columns of one entry would cost more than the checks."""
+        event_type, given, key, partition_key, headers, metadata, delay, start, event_id, content_type = draft
+        payload, own_type = self._payload(given, None)
+        _check_type(event_type)
+        for field, value, limit in (
+            ("key", key, KEY_MAX),
+            ("partition_key", partition_key, KEY_MAX),
+            ("content_type", content_type, CONTENT_TYPE_MAX),
+        ):
+            if value is not None:
+                check_name(field, value, limit)
+        return Row(
+            uuid7() if event_id is None else _check_id(event_id),
+            event_type,
+            payload,
+            own_type if content_type is None else content_type,
+            key,
+            partition_key,
+            None if headers is None else self._header(headers, {}),
+            self._metadata_text(self._annotation(), metadata),
+            delay,
+            None if delay is None and start is None else _start(delay, start),
+            event_id is not None,
+        )
+
+    def _whole(self, drafts: list[Draft]) -> tuple[list[Draft], list[Encoded]]:
+        return drafts, [self._payload(draft[1], place) for place, draft in enumerate(drafts)]
+
+    def _pieces(self, drafts: Iterator[Draft]) -> Iterator[tuple[list[Draft], list[Encoded]]]:
+        piece: list[Draft] = []
+        encoded: list[Encoded] = []
+        size = 0
+        for place, draft in enumerate(drafts):
+            piece.append(draft)
+            encoded.append(self._payload(draft[1], place))
+            size += len(encoded[-1][0])
+            if len(piece) == BATCH_EVENTS_MAX or size >= BATCH_BYTES_MAX:
+                yield piece, encoded
                 piece, encoded, size = [], [], 0
-        if piece:
-            yield self._batch(piece, encoded, first)
+        yield piece, encoded
 
-    def batch(self, draft: Draft) -> Batch:
-        """One draft by itself."""
-        return self._checked([draft], [self._payload(draft.payload)])
-
-    def _payload(self, value: Any) -> tuple[bytes, str]:
-        encoded = self.encoder.payload(value)
-        if len(encoded[0]) > self.payload_max:
-            check_payload(encoded[0], self.payload_max)
+    def _payload(self, value: Any, place: int | None) -> Encoded:
+        try:
+            encoded = self.encoder.payload(value)
+            if len(encoded[0]) > self.payload_max:
+                check_payload(encoded[0], self.payload_max)
+        except InvalidEvent as error:
+            raise _placed(error, place) from error.__cause__
         return encoded
 
-    def _batch(self, drafts: Sequence[Draft], encoded: Sequence[tuple[bytes, str]], first: int) -> Batch:
+    def _batch(
+        self, drafts: Sequence[Draft], encoded: Sequence[Encoded], annotation: Mapping[str, Any], first: int
+    ) -> Batch:
         try:
-            return self._checked(drafts, encoded)
+            return self._checked(drafts, encoded, annotation)
         except InvalidEvent:
             for place, pair in enumerate(zip(drafts, encoded, strict=True)):  # one by one, now that one is wrong
                 try:
-                    self._checked(pair[:1], pair[1:])
+                    self._checked(pair[:1], pair[1:], annotation)
                 except InvalidEvent as error:
                     raise _placed(error, first + place) from error.__cause__
             raise
 
-    def _checked(self, drafts: Sequence[Draft], encoded: Sequence[tuple[bytes, str]]) -> Batch:
+    def _checked(self, drafts: Sequence[Draft], encoded: Sequence[Encoded], annotation: Mapping[str, Any]) -> Batch:
         types, _, keys, partition_keys, headers, metadata, delays, starts, ids, content_types = _columns(drafts)
         for event_type in _distinct(types):
-            NewEvent(event_id=_NIL, event_type=event_type, payload=b"")
+            _check_type(event_type)
         _check_names("key", keys, KEY_MAX)
         _check_names("partition_key", partition_keys, KEY_MAX)
         _check_names("content_type", content_types, CONTENT_TYPE_MAX)
@@ -135,43 +187,55 @@ class Checker:
             event_id=_filled(ids, given),
             event_type=types,
             payload=[pair[0] for pair in encoded],
-            content_type=[chosen or pair[1] for chosen, pair in zip(content_types, encoded, strict=True)],
+            content_type=_content_types(content_types, encoded),
             ordering_key=keys,
             partition_key=partition_keys,
             headers=self._headers(headers),
-            metadata=self._metadata(metadata),
+            metadata=self._metadata(annotation, metadata),
             delay=delays,
             available_at=_starts(delays, starts),
             given_ids=given,
         )
 
-    def _headers(self, column: Sequence[Any]) -> list[str | None]:
+    def _headers(self, column: list[Any]) -> list[str | None]:
+        if _absent(column):
+            return column
         seen: dict[Any, str] = {}
         return [None if headers is None else self._header(headers, seen) for headers in column]
 
     def _header(self, headers: Any, seen: dict[Any, str]) -> str | None:
         """Services send the same few headers again and again: check and encode them once."""
         _check_mapping("headers", headers)
+        if not headers:
+            return None
         entries = tuple(headers.items())
         try:
             return seen[entries]
         except (KeyError, TypeError):  # new, or with a value that cannot be hashed and so is no string
             check_headers(headers)
         text = seen[entries] = self.encoder.json("headers", dict(headers))
-        return text if headers else None
+        return text
 
-    def _metadata(self, column: Sequence[Any]) -> list[str | None]:
-        annotation = self._metadata_text(self.annotation)
-        return [annotation if own is None else self._own_metadata(own) for own in column]
+    def _annotation(self) -> dict[str, Any]:
+        """Metadata that every event of a call gets: the trace of the span that is open (EM-15), and the source."""
+        annotation: dict[str, Any] = {} if self.source is None else {"source": self.source}
+        if trace := current_trace():
+            annotation["trace"] = trace
+        return annotation
 
-    def _own_metadata(self, own: Any) -> str | None:
-        _check_mapping("metadata", own)
-        return self._metadata_text({**self.annotation, **own})
+    def _metadata(self, annotation: Mapping[str, Any], column: list[Any]) -> list[str | None]:
+        if _absent(column):
+            return [self._metadata_text(annotation, None)] * len(column)
+        return [self._metadata_text(annotation, own) for own in column]
 
-    def _metadata_text(self, metadata: Mapping[str, Any]) -> str | None:
-        if not metadata:
+    def _metadata_text(self, annotation: Mapping[str, Any], own: Any) -> str | None:
+        """Both as one object; what the caller gave wins."""
+        if own is not None:
+            _check_mapping("metadata", own)
+            annotation = {**annotation, **own}
+        if not annotation:
             return None
-        text = self.encoder.json("metadata", metadata)
+        text = self.encoder.json("metadata", annotation)
         if (size := len(utf8("metadata", text))) > METADATA_BYTES_MAX:
             raise InvalidEvent("metadata", f"takes {size:,} bytes; give at most {METADATA_BYTES_MAX:,}")
         return text
@@ -214,7 +278,21 @@ def _distinct(column: Sequence[Any]) -> Iterable[Any]:
         return column
 
 
-def _check_names(field: str, column: Sequence[Any], limit: int) -> None:
+def _check_type(value: Any) -> None:
+    if isinstance(value, str):
+        _check_type_text(value)
+    else:
+        check_name("event_type", value, EVENT_TYPE_MAX)
+
+
+@lru_cache(maxsize=1_024)  # what passed; a service has few types, and an error is not kept
+def _check_type_text(event_type: str) -> None:
+    NewEvent(event_id=_NIL, event_type=event_type, payload=b"")
+
+
+def _check_names(field: str, column: list[Any], limit: int) -> None:
+    if _absent(column):
+        return
     for value in _distinct(column):
         if value is not None:
             check_name(field, value, limit)
@@ -225,16 +303,34 @@ def _check_mapping(field: str, value: object) -> None:
         raise InvalidEvent(field, f"is {type(value).__name__}; give a mapping")
 
 
-def _check_ids(column: Sequence[Any]) -> list[UUID]:
+def _absent(column: list[Any]) -> bool:
+    """Whether nobody gave anything: so it is most of the time, and then there is nothing to do for each."""
+    return column.count(None) == len(column)
+
+
+def _content_types(chosen: list[str | None], encoded: Sequence[Encoded]) -> list[str]:
+    if _absent(chosen):
+        return [pair[1] for pair in encoded]
+    return [mine or pair[1] for mine, pair in zip(chosen, encoded, strict=True)]
+
+
+def _check_ids(column: list[Any]) -> list[UUID]:
     """The ids that callers chose."""
+    if _absent(column):
+        return []
     given = [event_id for event_id in column if event_id is not None]
     for event_id in given:
-        if not isinstance(event_id, UUID):
-            raise InvalidEvent("event_id", f"is {type(event_id).__name__}; give a uuid.UUID")
-    if len(set(given)) < len(given):
-        twice = next(event_id for event_id in given if given.count(event_id) > 1)
-        raise DuplicateEvent(f"event_id {twice} was given twice in one call; nothing was written")
+        _check_id(event_id)
+    for event_id, times in Counter(given).items() if len(set(given)) < len(given) else ():
+        if times > 1:
+            raise DuplicateEvent(f"event_id {event_id} was given twice in one call; nothing was written")
     return given
+
+
+def _check_id(event_id: Any) -> UUID:
+    if not isinstance(event_id, UUID):
+        raise InvalidEvent("event_id", f"is {type(event_id).__name__}; give a uuid.UUID")
+    return event_id
 
 
 def _filled(ids: Sequence[UUID | None], given: Sequence[UUID]) -> Sequence[UUID]:
@@ -246,17 +342,18 @@ def _filled(ids: Sequence[UUID | None], given: Sequence[UUID]) -> Sequence[UUID]
     return [next(following) if event_id is None else event_id for event_id in ids]
 
 
-def _starts(delays: Sequence[Any], starts: Sequence[Any]) -> list[datetime | None]:
+def _starts(delays: list[Any], starts: list[Any]) -> list[datetime | None]:
     """The times before which the events may not be claimed, in UTC."""
-    for delay in _distinct(delays):
-        if delay is not None and not isinstance(delay, timedelta):
-            raise InvalidEvent("delay", f"is {type(delay).__name__}; give a datetime.timedelta")
+    if _absent(delays) and _absent(starts):
+        return starts
     return [
         None if start is delay is None else _start(delay, start) for delay, start in zip(delays, starts, strict=True)
     ]
 
 
-def _start(delay: timedelta | None, start: Any) -> datetime | None:
+def _start(delay: Any, start: Any) -> datetime | None:
+    if delay is not None and not isinstance(delay, timedelta):
+        raise InvalidEvent("delay", f"is {type(delay).__name__}; give a datetime.timedelta")
     if start is not None and not isinstance(start, datetime):
         raise InvalidEvent("available_at", f"is {type(start).__name__}; give an aware datetime.datetime")
     check_schedule(delay, start)
@@ -268,6 +365,8 @@ def _start(delay: timedelta | None, start: Any) -> datetime | None:
         raise InvalidEvent("available_at", f"{start.isoformat()} lies outside of the calendar in UTC") from error
 
 
-def _placed(error: InvalidEvent, place: int) -> InvalidEvent:
+def _placed(error: InvalidEvent, place: int | None) -> InvalidEvent:
     """The same error, saying which of many events it is about."""
+    if place is None:
+        return error
     return InvalidEvent(error.field, f"{str(error).removeprefix(f'{error.field}: ')} (event {place} of this call)")

@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any, Protocol, TypeVar, cast
 
 from ..errors import UsageError
-from .plan import Work
+from .plan import Planner
 
 T = TypeVar("T")
 
@@ -41,13 +41,13 @@ class AsyncHandle(Protocol):
     def commit(self) -> Awaitable[None]: ...
 
 
-def run(tx: object, work: Work[T], *, allow_autocommit: bool) -> T | Awaitable[T]:
-    """Let the driver's own file do the work; an awaitable, if that is how the driver works."""
+def run(tx: object, planner: Planner[T], *, allow_autocommit: bool) -> T | Awaitable[T]:
+    """Let the driver's own file carry the plan out; an awaitable, if that is how the driver works."""
     kind: type[Any] = tx.__class__  # not type(tx): a tracing proxy shows the class that it stands for
     door = _doors.get(kind) or _doors.setdefault(kind, _door(kind))
     if door is None:
         raise UsageError(f"{type(tx).__name__} is no handle that Oncebox can write through{_hint(tx)}; give {ACCEPTED}")
-    return cast("T | Awaitable[T]", door(tx, work, allow_autocommit=allow_autocommit))
+    return cast("T | Awaitable[T]", door(tx, planner, allow_autocommit=allow_autocommit))
 
 
 def _door(kind: type[Any]) -> Any:

@@ -7,11 +7,10 @@ from uuid import UUID
 
 from ..errors import InvalidEvent, InvalidSetting
 from ..event import CONTENT_TYPE_MAX, PAYLOAD_BYTES_LIMIT, NewEvent, check_name
-from ..telemetry import current_trace
 from .batch import Checker, Draft, drafts_of
 from .handles import AsyncHandle, Handle, run
 from .payload import Encoder, JsonDefault
-from .plan import Work, add, add_many
+from .plan import add, add_many
 
 PAYLOAD_MAX = 16 * 1024 * 1024
 
@@ -40,10 +39,8 @@ class Outbox:
             raise InvalidSetting(f"payload_max is {payload_max:,}; give 1 to {PAYLOAD_BYTES_LIMIT:,} bytes")
         if source is not None:
             check_name("source", source, CONTENT_TYPE_MAX)
-        self._payload_max = payload_max
         self._allow_autocommit = allow_autocommit
-        self._encoder = Encoder(json_default)
-        self._source = source
+        self._checker = Checker(Encoder(json_default), payload_max, source)
 
     @overload
     def add(
@@ -115,8 +112,8 @@ class Outbox:
         draft = Draft(
             event_type, payload, key, partition_key, headers, metadata, delay, available_at, event_id, content_type
         )
-        work = Work(add(self._checker().batch(draft), serialize=serialize), needs_transaction=True)
-        return run(tx, work, allow_autocommit=self._allow_autocommit)
+        planner = add(self._checker.row(draft), serialize=serialize)
+        return run(tx, planner, allow_autocommit=self._allow_autocommit)
 
     @overload
     def add_many(self, tx: Handle, events: Iterable[Draft | NewEvent], *, serialize: bool = False) -> list[UUID]: ...
@@ -135,12 +132,5 @@ class Outbox:
         Any other iterable is taken in pieces of 10,000 events or 16 MiB, so that memory stays bounded: an error in a
         later piece leaves the earlier ones written in the caller's transaction, which is then to be rolled back.
         """
-        batches = self._checker().batches(drafts_of(events))
-        work = Work(add_many(batches, serialize=serialize), needs_transaction=True)
-        return run(tx, work, allow_autocommit=self._allow_autocommit)
-
-    def _checker(self) -> Checker:
-        annotation: dict[str, Any] = {} if self._source is None else {"source": self._source}
-        if trace := current_trace():
-            annotation["trace"] = trace  # EM-15
-        return Checker(self._encoder, self._payload_max, annotation)
+        planner = add_many(self._checker.batches(drafts_of(events)), serialize=serialize)
+        return run(tx, planner, allow_autocommit=self._allow_autocommit)

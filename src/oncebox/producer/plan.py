@@ -7,14 +7,13 @@ An error that a step met is raised inside the plan, so that the plan can leave t
 import json
 import re
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from uuid import UUID
 
 from ..errors import DuplicateEvent, OnceboxError
-from .batch import BATCH_BYTES_MAX, BATCH_EVENTS_MAX, Batch
+from .batch import BATCH_BYTES_MAX, BATCH_EVENTS_MAX, Batch, Row
 
 Dialect = Literal["sqlite", "postgresql"]
 Rows = Sequence[Sequence[Any]]
@@ -38,16 +37,14 @@ _VALUE = re.compile(r"(?<!:):(\w+)")
 _COMMENT = re.compile(r"^--.*\n", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """One statement of `stores/producer.sql`, by its name there."""
 
     name: str
     values: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """A whole batch, by the fastest way that the driver has; `available_at` is settled."""
 
     batch: Batch
@@ -58,15 +55,8 @@ Step = Ask | Load
 Plan = Generator[Step, Rows, T]
 
 
-@dataclass(frozen=True, slots=True)
-class Work(Generic[T]):
-    """What a caller's handle is to do.
-
-    `plan` is told the dialect, and whether the handle has no transaction: then each statement commits by itself.
-    """
-
-    plan: Callable[[Dialect, bool], Plan[T]]
-    needs_transaction: bool
+# Told the dialect, and whether the handle has no transaction, so that each statement commits by itself.
+Planner = Callable[[Dialect, bool], Plan[T]]
 
 
 def drive(plan: Plan[T], perform: Callable[[Step], Rows]) -> T:
@@ -99,30 +89,46 @@ async def drive_async(plan: Plan[T], perform: Callable[[Step], Awaitable[Rows]])
         return end.value  # type: ignore[no-any-return]  # as above
 
 
-def add(batch: Batch, *, serialize: bool) -> Callable[[Dialect, bool], Plan[UUID]]:
-    """Write the one event of `batch`; return its id."""
+def add(row: Row, *, serialize: bool) -> Planner[UUID]:
+    """Write one event; return its id."""
 
     def plan(dialect: Dialect, _alone: bool) -> Plan[UUID]:
-        if dialect == "postgresql":
-            yield from _prepare_postgresql(batch, serialize)
-        delay = batch.delay[0]
-        when = {"available_at": _instant(dialect, batch.available_at[0])}
-        if delay is not None:
-            when = {"delay": _milliseconds(delay) if dialect == "sqlite" else delay}
-        yield Ask(f"{dialect}_add{'' if delay is None else '_delayed'}", _first(batch) | when)
-        return batch.event_id[0]
+        event_id = str(row.event_id)
+        if dialect == "postgresql" and (serialize or row.given):
+            keys = [row.ordering_key] if serialize else []
+            yield from _prepare_postgresql(keys, [event_id] if row.given else [])
+        yield _insert(dialect, row, event_id)
+        return row.event_id
 
     return plan
 
 
-def add_many(batches: Iterable[Batch], *, serialize: bool) -> Callable[[Dialect, bool], Plan[list[UUID]]]:
+def _insert(dialect: Dialect, row: Row, event_id: str) -> Ask:
+    values: dict[str, Any] = {
+        "event_id": event_id,
+        "event_type": row.event_type,
+        "payload": row.payload,
+        "content_type": row.content_type,
+        "ordering_key": row.ordering_key,
+        "partition_key": row.partition_key,
+        "headers": row.headers,
+        "metadata": row.metadata,
+    }
+    if row.delay is None:
+        values["available_at"] = _instant(dialect, row.available_at)
+        return Ask(f"{dialect}_add", values)
+    values["delay"] = _milliseconds(row.delay) if dialect == "sqlite" else row.delay
+    return Ask(f"{dialect}_add_delayed", values)
+
+
+def add_many(batches: Iterable[Batch], *, serialize: bool) -> Planner[list[UUID]]:
     """Write the events of all batches; return their ids."""
 
     def plan(dialect: Dialect, alone: bool) -> Plan[list[UUID]]:
         ids: list[UUID] = []
         for batch in batches:
             if dialect == "postgresql":
-                yield from _prepare_postgresql(batch, serialize)
+                yield from _prepare_postgresql(batch.keys() if serialize else [], [*map(str, batch.given_ids)])
                 yield from _load(dialect, batch)
             elif alone:
                 yield from _in_transaction(_load_sqlite(batch))
@@ -134,11 +140,11 @@ def add_many(batches: Iterable[Batch], *, serialize: bool) -> Callable[[Dialect,
     return plan
 
 
-def _prepare_postgresql(batch: Batch, serialize: bool) -> Plan[None]:
-    if serialize:
-        yield Ask("postgresql_serialize", {"keys": batch.keys()})
-    if batch.given_ids:
-        known = yield Ask("postgresql_known", {"ids": [str(event_id) for event_id in batch.given_ids]})
+def _prepare_postgresql(keys: Sequence[str | None], ids: Sequence[str]) -> Plan[None]:
+    if keys:
+        yield Ask("postgresql_serialize", {"keys": keys})
+    if ids:
+        known = yield Ask("postgresql_known", {"ids": ids})
         _refuse(row[0] for row in known)
 
 
@@ -181,12 +187,6 @@ def _refuse(known: Iterable[str]) -> None:
         raise DuplicateEvent(
             f"the store has event_id {found[0]}{more} already (EM-02); nothing was written by this call"
         )
-
-
-def _first(batch: Batch) -> dict[str, Any]:
-    row = {name: getattr(batch, name)[0] for name in COLUMNS[:-1]}
-    row["event_id"] = str(row["event_id"])
-    return row
 
 
 def _instant(dialect: Dialect, start: datetime | None) -> Any:

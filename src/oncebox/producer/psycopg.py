@@ -1,5 +1,6 @@
 """`psycopg.Connection` and `psycopg.AsyncConnection`."""
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from psycopg import AsyncConnection, Connection, Error, pq
@@ -8,7 +9,7 @@ from psycopg.rows import tuple_row
 from ..errors import NotInTransaction, OnceboxError
 from . import failures
 from .copy import buffers
-from .plan import Ask, Load, Rows, Step, Work, drive, drive_async, finds, percent, unnest
+from .plan import Ask, Planner, Rows, Step, drive, drive_async, finds, percent, unnest
 
 __all__ = ["AsyncConnection", "Connection", "perform", "perform_async", "run", "run_async"]
 
@@ -16,21 +17,21 @@ T = TypeVar("T")
 AnyConnection = Connection[Any] | AsyncConnection[Any]
 
 
-def run(connection: Connection[Any], work: Work[T], *, allow_autocommit: bool) -> T:
-    """Do the work in the connection's transaction."""
-    alone = _is_alone(connection, work, allow_autocommit)
-    return drive(work.plan("postgresql", alone), lambda step: perform(connection, step))
+def run(connection: Connection[Any], planner: Planner[T], *, allow_autocommit: bool) -> T:
+    """Carry the plan out in the connection's transaction."""
+    alone = _is_alone(connection, allow_autocommit)
+    return drive(planner("postgresql", alone), lambda step: perform(connection, step))
 
 
-async def run_async(connection: AsyncConnection[Any], work: Work[T], *, allow_autocommit: bool) -> T:
+async def run_async(connection: AsyncConnection[Any], planner: Planner[T], *, allow_autocommit: bool) -> T:
     """The same, awaited."""
-    alone = _is_alone(connection, work, allow_autocommit)
-    return await drive_async(work.plan("postgresql", alone), lambda step: perform_async(connection, step))
+    alone = _is_alone(connection, allow_autocommit)
+    return await drive_async(planner("postgresql", alone), lambda step: perform_async(connection, step))
 
 
-def _is_alone(connection: AnyConnection, work: Work[Any], allow_autocommit: bool) -> bool:
+def _is_alone(connection: AnyConnection, allow_autocommit: bool) -> bool:
     alone = connection.autocommit and connection.info.transaction_status == pq.TransactionStatus.IDLE
-    if alone and work.needs_transaction and not allow_autocommit:
+    if alone and not allow_autocommit:
         raise NotInTransaction(
             failures.autocommit(
                 "this psycopg connection is in autocommit mode and no transaction is open",
@@ -71,12 +72,12 @@ async def perform_async(connection: AsyncConnection[Any], step: Step) -> Rows:
     return found
 
 
-def _parts(connection: AnyConnection, step: Step) -> list[Step]:
+def _parts(connection: AnyConnection, step: Step) -> Iterable[Step]:
     """COPY does not work in pipeline mode, and ours is written in UTF-8; statements always work."""
+    if isinstance(step, Ask):
+        return (step,)
     pipelined = connection.pgconn.pipeline_status != pq.PipelineStatus.OFF
-    if isinstance(step, Load) and (pipelined or connection.info.encoding != "utf-8"):
-        return list(unnest(step))
-    return [step]
+    return unnest(step) if pipelined or connection.info.encoding != "utf-8" else (step,)
 
 
 def _failure(error: Exception) -> OnceboxError | None:

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session, scoped_session
 
 from ..errors import NotInTransaction, OnceboxError, StoreError, UsageError
 from . import failures
-from .plan import Ask, Dialect, Load, Rows, Step, Work, drive, finds, positional, sqlite_rows, statement, unnest
+from .plan import Ask, Dialect, Load, Planner, Rows, Step, drive, finds, positional, sqlite_rows, statement, unnest
 from .sqlite import commits_each_statement
 
 T = TypeVar("T")
@@ -18,20 +18,20 @@ Handle = Session | Connection | scoped_session[Any]
 AsyncHandle = AsyncSession | AsyncConnection | async_scoped_session[Any]
 
 
-def run(handle: Handle, work: Work[T], *, allow_autocommit: bool) -> T:
-    """Do the work in the handle's transaction. Pending objects of a session are not flushed."""
+def run(handle: Handle, planner: Planner[T], *, allow_autocommit: bool) -> T:
+    """Carry the plan out in the handle's transaction. Pending objects of a session are not flushed."""
     with failures.translated(_failure):
         connection = _connection(handle)
         dialect = _dialect(connection)
-        alone = _is_alone(connection, work, allow_autocommit)
-    return drive(work.plan(dialect, alone), lambda step: _perform(connection, step))
+        alone = _is_alone(connection, allow_autocommit)
+    return drive(planner(dialect, alone), lambda step: _perform(connection, step))
 
 
-async def run_async(handle: AsyncHandle, work: Work[T], *, allow_autocommit: bool) -> T:
+async def run_async(handle: AsyncHandle, planner: Planner[T], *, allow_autocommit: bool) -> T:
     """The same, awaited."""
     if isinstance(handle, async_scoped_session):
         handle = cast("AsyncSession", handle())
-    return await handle.run_sync(run, work, allow_autocommit=allow_autocommit)
+    return await handle.run_sync(run, planner, allow_autocommit=allow_autocommit)
 
 
 def _connection(handle: Handle) -> Connection:
@@ -47,11 +47,11 @@ def _dialect(connection: Connection) -> Dialect:
     raise UsageError(f"Oncebox writes to SQLite and PostgreSQL; this SQLAlchemy handle is on {connection.dialect.name}")
 
 
-def _is_alone(connection: Connection, work: Work[Any], allow_autocommit: bool) -> bool:
+def _is_alone(connection: Connection, allow_autocommit: bool) -> bool:
     """SQLAlchemy begins by itself; begun here, so that what is sent past it belongs to its transaction too."""
     begun = None if connection.in_transaction() else connection.begin()
     alone = _commits_each_statement(connection)
-    if alone and work.needs_transaction and not allow_autocommit:
+    if alone and not allow_autocommit:
         if begun is not None:
             begun.rollback()
         raise NotInTransaction(

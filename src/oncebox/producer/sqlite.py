@@ -6,23 +6,23 @@ from typing import TypeVar
 
 from ..errors import NotInTransaction, OnceboxError
 from . import failures
-from .plan import Ask, Rows, Step, Work, drive, positional, sqlite_rows, statement
+from .plan import Ask, Planner, Rows, Step, drive, positional, sqlite_rows, statement
 
 T = TypeVar("T")
 
 
-def run(connection: sqlite3.Connection, work: Work[T], *, allow_autocommit: bool) -> T:
-    """Do the work in the connection's transaction; in the default mode an INSERT opens one if there is none."""
+def run(connection: sqlite3.Connection, planner: Planner[T], *, allow_autocommit: bool) -> T:
+    """Carry the plan out in the connection's transaction; in the default mode an INSERT opens one if there is none."""
     with failures.translated(_failure):
         alone = commits_each_statement(connection)
-    if alone and work.needs_transaction and not allow_autocommit:
+    if alone and not allow_autocommit:
         raise NotInTransaction(
             failures.autocommit(
                 "this sqlite3 connection is in autocommit mode and no transaction is open",
                 'Open one: connection.execute("BEGIN IMMEDIATE").',
             )
         )
-    return drive(work.plan("sqlite", alone), lambda step: _perform(connection, step))
+    return drive(planner("sqlite", alone), lambda step: _perform(connection, step))
 
 
 def commits_each_statement(connection: sqlite3.Connection) -> bool:

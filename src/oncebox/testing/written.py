@@ -19,7 +19,7 @@ from uuid import UUID
 from .. import clock
 from ..event import Record
 from ..producer.handles import AsyncHandle, Handle, run
-from ..producer.plan import EPOCH, Ask, Dialect, Plan, Rows, Work
+from ..producer.plan import EPOCH, Ask, Dialect, Plan, Rows
 from ..stores.base import Order
 from ..wiring import open_store
 
@@ -147,7 +147,7 @@ class OutboxEvents:
         """
         if isinstance(place, str):
             return WrittenEvents(self._from_store(place))
-        return run(place, Work(self._plan, needs_transaction=False), allow_autocommit=True)
+        return run(place, self._plan, allow_autocommit=True)
 
     def _plan(self, dialect: Dialect, _alone: bool) -> Plan[WrittenEvents]:
         bounds = {"event_id": str(self._first_id), "created_at": (self._began_at - _SLACK).isoformat()}
@@ -170,11 +170,11 @@ class OutboxEvents:
         """Whether it was written since the test began.
 
         An id that was made for this event tells it to the fraction of a millisecond, and also where the transaction,
-        and with it `created_at`, is older than the test. An id that the caller chose tells nothing;
-        then the clock does.
+        and with it `created_at`, is older than the test. An id that the caller chose, or that a wrong clock made, tells
+        nothing; then the database's clock does.
         """
         made_at = _made_at(event.event_id)
-        if made_at is not None and (event.event_id > self._first_id or abs(event.created_at - made_at) < _SLACK):
+        if made_at is not None and event.created_at - _SLACK < made_at < clock.now() + _SLACK:
             return event.event_id > self._first_id
         return event.created_at >= self._began_at
 

@@ -1,0 +1,103 @@
+"""`python -m faults`: plant each fault, show who noticed, and fail if nobody did."""
+
+import argparse
+import difflib
+import fnmatch
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from . import report
+from .catalogue import FAULTS
+from .fault import Fault
+from .suites import SUITES, Suite
+from .trial import Bench, Trial
+
+ROOT = Path(__file__).resolve().parent.parent
+JSON = ROOT / "build" / "faults.json"
+PAGE = ROOT / "docs" / "faults.md"
+
+
+def main(arguments: Sequence[str], *, faults: Sequence[Fault] = FAULTS, bench: Bench = Bench(ROOT)) -> int:  # noqa: B008
+    """1 if any fault goes unnoticed, cannot be tried, or is noticed only by tests that are red anyway."""
+    options = parser(faults).parse_args(arguments)
+    chosen = [fault for fault in faults if wanted(fault, options)]
+    if options.list:
+        print(report.listed(chosen))
+        return 0
+    with bench.copy() as tree, ThreadPoolExecutor(options.jobs) as pool:
+        still = replace(bench, root=tree)  # the same source for all of them, whatever is edited meanwhile
+        trials = [shown(trial) for trial in pool.map(still.attempt, chosen)]
+        trials, red_anyway = checked(still, trials, pool)
+    for test in red_anyway:
+        print(f"red without any fault, so no witness: {test}")
+    print(report.summary(trials))
+    keep(trials, options.json, whole=faults is FAULTS and chosen == list(faults))
+    return 1 if red_anyway or any(map(report.bad, trials)) else 0
+
+
+def parser(faults: Sequence[Fault]) -> argparse.ArgumentParser:
+    shown = argparse.ArgumentParser(prog="python -m faults", description="Plant faults; see which tests turn red.")
+    stores = sorted({suite.store for suite in SUITES if suite.store})
+    shown.add_argument(
+        "--only",
+        nargs="+",
+        default=["*"],
+        metavar="NAME",
+        type=known(faults),
+        help="these only; `sqlite-guard-*` is several",
+    )
+    shown.add_argument("--store", choices=stores, help="the faults of one store only")
+    shown.add_argument("--list", action="store_true", help="show the faults, and plant none")
+    shown.add_argument("--jobs", type=int, default=2, help="how many at once (%(default)s)")
+    shown.add_argument("--json", type=Path, default=JSON, help="where to keep what was found (%(default)s)")
+    return shown
+
+
+def known(faults: Sequence[Fault]) -> Callable[[str], str]:
+    """What checks a name, or a pattern of names."""
+    names = [fault.name for fault in faults]
+
+    def check(pattern: str) -> str:
+        if not fnmatch.filter(names, pattern):
+            near = ", ".join(difflib.get_close_matches(pattern, names)) or "see --list"
+            raise argparse.ArgumentTypeError(f"there is no fault {pattern}; did you mean: {near}")
+        return pattern
+
+    return check
+
+
+def wanted(fault: Fault, options: argparse.Namespace) -> bool:
+    named = any(fnmatch.fnmatch(fault.name, pattern) for pattern in options.only)
+    return named and options.store in {None, fault.suite.store}
+
+
+def shown(trial: Trial) -> Trial:
+    print(report.line(trial), flush=True)
+    return trial
+
+
+def checked(bench: Bench, trials: Sequence[Trial], pool: ThreadPoolExecutor) -> tuple[list[Trial], list[str]]:
+    """Strike off the witnesses that are red on an unbroken copy too; return what is left, and which those are."""
+    accused: dict[Suite, set[str]] = defaultdict(set)
+    for trial in trials:
+        accused[trial.fault.suite] |= {one.test for one in trial.red}
+    asked = [(suite, tests) for suite, tests in accused.items() if tests]
+    found = pool.map(lambda pair: bench.red_anyway(*pair), asked)
+    red_anyway = sorted(test for tests in found for test in tests)
+    return [trial.without(red_anyway) for trial in trials], red_anyway
+
+
+def keep(trials: Sequence[Trial], path: Path, *, whole: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report.document(trials), indent=1) + "\n")
+    if whole:
+        PAGE.write_text(report.page(trials), "utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,92 @@
+"""What the trials showed: a line for people, JSON, and the page."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .fault import Fault
+from .trial import Red, Trial, Verdict
+
+HEAD = """# Planted faults
+
+A test that carries a requirement's id may still prove nothing. So `make faults` breaks one rule at a time in a copy of
+the source, and runs the tests that should notice: the conformance kit of the store concerned, the producer's tests, or
+the others. A fault that no test notices is a hole, and fails the run.
+
+Written by `make faults`; do not edit. A trial stops at the fifth red test, so there may be more witnesses than named.
+
+"""
+
+
+def line(trial: Trial) -> str:
+    """One trial, as it ends."""
+    head = f"{trial.verdict.upper() if bad(trial) else trial.verdict:8} {trial.fault.name:55} {trial.seconds:5.0f} s"
+    return "\n".join([head, *(f"           {name}" for name in witnesses(trial.red)), *_note(trial)])
+
+
+def _note(trial: Trial) -> list[str]:
+    if trial.verdict is Verdict.HOLE:
+        rules = ", ".join(trial.fault.rules)
+        return [f"           no test turned red, though {trial.fault.breaks} ({rules})"]
+    return [f"           {text}" for text in trial.note.splitlines()]
+
+
+def bad(trial: Trial) -> bool:
+    """Whether this trial fails the run."""
+    return trial.verdict is not Verdict.NOTICED
+
+
+def summary(trials: Sequence[Trial]) -> str:
+    """All of them in a sentence, and the bad ones by name."""
+    counts = Counter(trial.verdict for trial in trials)
+    said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
+    return "\n".join(
+        [f"{len(trials)} faults: {said}", *(f"  {one.verdict}: {one.fault.name}" for one in trials if bad(one))]
+    )
+
+
+def witnesses(red: Iterable[Red]) -> list[str]:
+    """The tests, without file and class; one with several parameters is named once, with its number."""
+    names = Counter((one.test.partition("[")[0].rpartition("::")[2], one.hung) for one in red)
+    return [
+        f"{name}{f' × {count}' if count > 1 else ''}{' (never ended)' if hung else ''}"
+        for (name, hung), count in names.items()
+    ]
+
+
+def listed(faults: Iterable[Fault]) -> str:
+    """The catalogue, for `--list`."""
+    return "\n".join(f"{fault.name:55} {', '.join(fault.rules):32} {fault.breaks}" for fault in faults)
+
+
+def document(trials: Sequence[Trial]) -> list[dict[str, Any]]:
+    """The same as JSON."""
+    return [
+        {
+            "fault": trial.fault.name,
+            "breaks": trial.fault.breaks,
+            "rules": list(trial.fault.rules),
+            "suite": trial.fault.suite.name,
+            "verdict": trial.verdict,
+            "red": [{"test": one.test, "hung": one.hung} for one in trial.red],
+            "seconds": round(trial.seconds, 1),
+        }
+        for trial in trials
+    ]
+
+
+def page(trials: Sequence[Trial]) -> str:
+    """docs/faults.md; it holds no time, so that the same results give the same bytes."""
+    noticed = sum(not bad(trial) for trial in trials)
+    parts = [HEAD, f"{noticed} of {len(trials)} faults were noticed.\n"]
+    for suite in dict.fromkeys(trial.fault.suite.name for trial in trials):
+        rows = [_row(trial) for trial in trials if trial.fault.suite.name == suite]
+        parts.append(
+            "\n".join([f"\n## {suite}\n", "| fault | what it breaks | rules | red |", "|---|---|---|---|", *rows, ""])
+        )
+    return "".join(parts)
+
+
+def _row(trial: Trial) -> str:
+    red = "<br>".join(f"`{name}`" for name in witnesses(trial.red)) or f"**{trial.verdict}**"
+    return f"| {trial.fault.name} | {trial.fault.breaks} | {', '.join(trial.fault.rules)} | {red} |"

@@ -1,0 +1,228 @@
+"""Faults that are planted: each still applies to the source as it is, and one that nobody notices fails the run."""
+
+import contextlib
+import io
+import json
+import re
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from faults.__main__ import ROOT, main
+from faults.catalogue import FAULTS
+from faults.fault import DoesNotApply, Edit, Fault
+from faults.suites import Suite
+from faults.trial import LEFT_BEHIND, Bench, Limits
+from oncebox.testing.requirements import read_groups
+
+SQLITE_SCHEMA = "src/oncebox/stores/migrations/sqlite/0001_outbox.sql"
+POSTGRESQL_SCHEMA = "src/oncebox/stores/migrations/postgresql/0001_outbox.sql"
+CONFIG = "src/oncebox/config.py"
+
+FIRST = """
+from datetime import timedelta
+
+import pytest
+
+import oncebox
+from oncebox.config import Budget, parse_duration
+
+
+def test_the_copy_is_what_is_tested():
+    assert "oncebox-fault-" in oncebox.__file__
+
+
+def test_a_duration_is_read():
+    assert parse_duration("500ms") == timedelta(milliseconds=500)
+
+
+def test_a_budget_leaves_an_attempt():
+    with pytest.raises(ValueError, match="leaves no attempt"):
+        Budget(default=0)
+"""
+REST = """
+import pytest
+
+from oncebox.config import Budget
+
+
+def test_the_way_out_is_told():
+    with pytest.raises(ValueError, match="give 1 or more"):
+        Budget(default=0)
+"""
+RED_ANYWAY = """
+def test_is_red_anyway():
+    assert False
+"""
+SUITE = Suite("sample", ("tests",))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_still_applies_to_the_source(fault: Fault) -> None:
+    for file, text in fault.broken(ROOT).items():
+        assert text != (ROOT / file).read_text()
+        if file.endswith(".py"):
+            compile(text, file, "exec")
+
+
+def test_each_fault_has_a_name_of_its_own_and_breaks_rules_that_exist() -> None:
+    assert [name for name, count in Counter(fault.name for fault in FAULTS).items() if count > 1] == []
+    groups = read_groups((ROOT / "docs" / "requirements.md").read_text())
+    known = {requirement.name for group in groups for requirement in group.requirements}
+    for fault in FAULTS:
+        assert fault.rules, fault.name
+        assert set(fault.rules) <= known, fault.name
+
+
+def test_there_are_faults_for_both_stores_the_producer_and_the_model() -> None:
+    counts = Counter(fault.suite.name for fault in FAULTS)
+    assert counts.keys() == {"sqlite", "postgresql", "producer", "unit", "cli"}
+    assert counts.total() >= 30
+
+
+def test_each_guard_of_sqlite_is_dropped_by_some_fault() -> None:
+    schema = (ROOT / SQLITE_SCHEMA).read_text()
+    guards = re.findall(r"BEGIN\n    SELECT (RAISE\(ABORT, '[^']+'\));\nEND;", schema)
+    assert len(guards) > 10
+    dropped = "".join(edit.old for fault in FAULTS for edit in fault.edits if edit.file == SQLITE_SCHEMA)
+    assert [guard for guard in guards if guard not in dropped] == []
+
+
+def test_each_guarded_room_of_postgresql_is_left_open_by_some_fault() -> None:
+    guarded = guarded_rooms((ROOT / POSTGRESQL_SCHEMA).read_text())
+    assert len(guarded) > 10
+    broken = (fault.broken(ROOT) for fault in FAULTS if fault.name.startswith("postgresql-guard-of-"))
+    left_open = [guarded - guarded_rooms(files[POSTGRESQL_SCHEMA]) for files in broken]
+    assert set().union(*left_open) == guarded
+
+
+def guarded_rooms(schema: str) -> set[str]:
+    """The rooms of the longer of the two lists of guards."""
+    lists = re.findall(r"foreach room in array array\[([^\]]+)\]", schema)
+    return set(re.findall(r"\w+", max(lists, key=len)))
+
+
+@pytest.mark.parametrize(("old", "times"), [("three", 0), ("two", 2)])
+def test_a_text_that_is_missing_or_there_twice_is_no_place_for_a_fault(old: str, times: int) -> None:
+    with pytest.raises(DoesNotApply, match=f"contains this {times} times"):
+        Edit("file", old, "").applied("one two two")
+
+
+# --- whole runs, on a tree with a few small tests ------------------------------------------------------------------
+
+
+def sample(name: str, old: str, new: str) -> Fault:
+    return Fault(
+        name=name,
+        breaks="something is wrong",
+        rules=["LC-09"],
+        suite=SUITE,
+        first=["test_first"],
+        edits=[Edit(CONFIG, old, new)],
+    )
+
+
+NOTICED = sample("noticed", "if failures < 1:", "if failures < 0:")
+LATE = sample("late", "leaves no attempt; give 1 or more", "leaves no attempt; give one or more")
+HANGING = sample("hanging", "    parts = _DURATION.findall(text)\n", "    while True: pass\n")
+HARMLESS = sample("harmless", "How many charged failures", "How many failures that are charged")
+CRUDE = sample("crude", "from .errors import InvalidSetting\n", "from .errors import NoSuchError\n")
+STALE = sample("stale", "a text that nobody ever wrote", "")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run said, and what it wrote down about each fault: the verdict, and what turned red."""
+
+    code: int
+    said: str
+    verdicts: dict[str, str]
+    red: dict[str, list[str]]
+
+
+def run(folder: Path, rest: str, *faults: Fault) -> Found:
+    """Plant these faults in a tree whose suite has two parts."""
+    tree = folder / "tree"
+    for name in ("src", "faults"):
+        shutil.copytree(ROOT / name, tree / name, ignore=LEFT_BEHIND)
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    (tree / "tests").mkdir()
+    (tree / "tests/test_first.py").write_text(FIRST)
+    (tree / "tests/test_rest.py").write_text(rest)
+    before = (tree / CONFIG).read_text()
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        json_path = folder / "found.json"
+        code = main(["--json", str(json_path)], faults=faults, bench=Bench(tree, Limits(test=5, run=120)))
+    assert (tree / CONFIG).read_text() == before
+    lines = json.loads(json_path.read_text())
+    verdicts = {line["fault"]: line["verdict"] for line in lines}
+    return Found(
+        code, said.getvalue(), verdicts, {line["fault"]: [one["test"] for one in line["red"]] for line in lines}
+    )
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """A run in which every fault is noticed."""
+    return run(tmp_path_factory.mktemp("good"), REST, NOTICED, LATE, HANGING)
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """A run in which none is."""
+    return run(tmp_path_factory.mktemp("bad"), RED_ANYWAY, HARMLESS, CRUDE, STALE)
+
+
+def test_a_run_in_which_every_fault_is_noticed_succeeds(good: Found) -> None:
+    assert (good.code, set(good.verdicts.values())) == (0, {"noticed"})
+    assert "3 faults: 3 noticed" in good.said
+
+
+def test_a_fault_is_named_with_the_tests_that_noticed(good: Found) -> None:
+    assert good.red["noticed"] == ["tests/test_first.py::test_a_budget_leaves_an_attempt"]
+
+
+def test_the_rest_of_the_suite_looks_if_the_first_part_saw_nothing(good: Found) -> None:
+    assert good.red["late"] == ["tests/test_rest.py::test_the_way_out_is_told"]
+
+
+def test_a_fault_that_hangs_the_tests_is_noticed(good: Found) -> None:
+    assert good.red["hanging"] == ["tests/test_first.py::test_a_duration_is_read"]
+    assert "test_a_duration_is_read (never ended)" in good.said
+
+
+def test_a_fault_that_breaks_nothing_is_a_hole_and_fails_the_run(bad: Found) -> None:
+    assert (bad.code, bad.verdicts["harmless"]) == (1, "hole")
+    assert "no test turned red, though something is wrong (LC-09)" in bad.said
+
+
+def test_a_test_that_is_red_without_any_fault_is_no_witness(bad: Found) -> None:
+    assert bad.red["harmless"] == []
+    assert "red without any fault, so no witness: tests/test_rest.py::test_is_red_anyway" in bad.said
+
+
+def test_a_fault_after_which_nothing_can_be_tested_is_not_noticed(bad: Found) -> None:
+    assert bad.verdicts["crude"] == "crude"
+    assert "NoSuchError" in bad.said
+
+
+def test_a_fault_that_no_longer_applies_fails_the_run(bad: Found) -> None:
+    assert bad.verdicts["stale"] == "stale"
+    assert "a text that nobody ever wrote" in bad.said
+
+
+def test_a_wrong_name_is_answered_with_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--only", "sqlite-fence-droped"])
+    assert "did you mean: sqlite-fence-dropped" in capsys.readouterr().err
+
+
+def test_the_list_shows_each_fault_with_its_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list", "--store", "sqlite", "--only", "sqlite-fence-*", "postgresql-*"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == sum(fault.name.startswith("sqlite-fence-") for fault in FAULTS)
+    assert all("LR-003" in line for line in lines)

@@ -233,6 +233,31 @@ def test_everything_works_through_pgbouncer_in_transaction_mode(
         pooled.close()
 
 
+def test_a_role_that_owns_only_its_schema_can_install_and_run_the_outbox(
+    postgresql_url: str, postgresql: PostgreSQL
+) -> None:
+    name = f"owner_{uuid7().hex}"
+    database = urlsplit(postgresql_url).path.lstrip("/")
+    postgresql.psql(f"create role {name} login password 'secret'; grant create on database \"{database}\" to {name}")
+    try:
+        store = PostgreSQLStore.open(f"{_url_of(postgresql_url, name)}?pool_max=1", check_schema=False)
+        assert len(store.migrate()) == len(sql.migrations("postgresql"))
+        store.append(_events(3, key="k") + _events(3))
+        assert len(_drain(store)) == 6
+        with pytest.raises(ForbiddenWrite):
+            store._execute("delete from oncebox.published")
+        store.close()
+    finally:
+        postgresql.psql(f"drop owned by {name}", postgresql_url)
+        postgresql.psql(f"drop owned by {name}; drop role {name}")
+
+
+@pytest.mark.parametrize("moment", ["infinity", "-infinity", "0044-03-15 BC", "12000-01-01"])
+def test_a_time_that_no_client_can_read_is_refused(by_hand: psycopg.Connection, moment: str) -> None:
+    with pytest.raises(psycopg.errors.CheckViolation):
+        by_hand.execute("insert into oncebox.event (event_type, payload, available_at) values ('t', '', %s)", [moment])
+
+
 @pytest.mark.requirement("LR-041")
 def test_the_pool_is_bounded_and_all_callers_are_served(store: PostgreSQLStore, postgresql_url: str) -> None:
     pooled = PostgreSQLStore.open(f"{postgresql_url}?pool_max=3&application_name=bounded")

@@ -109,7 +109,7 @@ class PostgreSQLStore(OutboxStore):
         """Two who migrate at once take turns: one connection holds the lock while another runs what is missing."""
         if not self.pending_migrations():
             return []
-        with self._connection() as turn, turn.transaction():
+        with self._translating(), self._pool.connect() as turn, turn.transaction():
             # The simple protocol: a portal of the other one would keep its snapshot, and an online index waits for it.
             turn.execute(self._sql["migration_lock"].encode())
             missing = self.pending_migrations()
@@ -223,9 +223,9 @@ class PostgreSQLStore(OutboxStore):
         rows = self._execute(statement, after=after, limit=limit, **_matching(query))
         return [_record(row) for row in rows]
 
-    def count(self, query: Query) -> int:
+    def count(self, query: Query, *, after: int = 0) -> int:
         statement = self._sql["count"].format(matching=self._sql["matching"])
-        ((number,),) = self._execute(statement, **_matching(query))
+        ((number,),) = self._execute(statement, after=after, **_matching(query))
         return int(number)
 
     def history(self, event_id: UUID) -> list[Past]:
@@ -333,10 +333,15 @@ class PostgreSQLStore(OutboxStore):
 
     @contextmanager
     def _connection(self) -> Iterator[Connection]:
-        """A connection for one call; what the driver raises is translated here, once, with its cause."""
+        """A connection for one call."""
+        with self._translating(), self._pool.connection() as connection:
+            yield connection
+
+    @contextmanager
+    def _translating(self) -> Iterator[None]:
+        """What the driver raises is translated here, once, with its cause."""
         try:
-            with self._pool.connection() as connection:
-                yield connection
+            yield
         except psycopg.Error as error:
             raise self._translated(error) from error
 

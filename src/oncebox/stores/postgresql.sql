@@ -69,6 +69,7 @@ limit %(limit)s
 -- name: count
 select count(*) from oncebox.outbox
 {matching}
+  and seq > %(after)s
 
 -- name: history
 select replay, state, at, attempts, published_by from oncebox.history

@@ -53,16 +53,20 @@ class ConnectionPool:
         while self._free:
             self._free.pop().close()
 
+    def connect(self) -> Connection:
+        """A connection beside the pool, which the caller closes."""
+        if self._closed:
+            raise StoreUnavailable(f"{self._place}: this store was closed")
+        # Nothing is prepared: inside, the functions of the schema keep their plans anyway.
+        return psycopg.connect(self._conninfo, autocommit=True, prepare_threshold=None)
+
     def _take(self) -> Connection:
         while self._free:
             connection = self._free.pop()
             if _usable(connection):
                 return connection
             connection.close()
-        if self._closed:
-            raise StoreUnavailable(f"{self._place}: this store was closed")
-        # Nothing is prepared: inside, the functions of the schema keep their plans anyway.
-        return psycopg.connect(self._conninfo, autocommit=True, prepare_threshold=None)
+        return self.connect()
 
     def _give_back(self, connection: Connection) -> None:
         if connection.closed:
@@ -77,8 +81,9 @@ def _usable(connection: Connection) -> bool:
     """Whether the connection is open and the server has said nothing since: what it says unasked is good-bye."""
     if connection.closed or connection.broken:
         return False
-    ready, _, _ = select.select([connection.fileno()], [], [], 0)
-    return not ready
+    socket = select.poll()
+    socket.register(connection.fileno(), select.POLLIN)
+    return not socket.poll(0)
 
 
 def split_url(url: str) -> tuple[str, int]:

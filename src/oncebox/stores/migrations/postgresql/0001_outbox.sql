@@ -45,7 +45,7 @@ create table oncebox.event (
     seq           bigint generated always as identity primary key,
     created_at    timestamptz not null default now(),
     xid           xid8 not null default pg_current_xact_id(),  -- the writer's transaction, for readers of the log
-    available_at  timestamptz,
+    available_at  timestamptz check (available_at >= '0001-01-01 00:00+00' and available_at < '9999-12-31 00:00+00'),
     event_id      uuid not null default oncebox.uuid7() constraint event_id_unique unique,
     event_type    text not null check (length(event_type) between 1 and 255),
     content_type  text not null default 'application/octet-stream' check (length(content_type) between 1 and 255),
@@ -200,10 +200,11 @@ alter table oncebox.claim set (autovacuum_vacuum_scale_factor = 0, autovacuum_va
 
 -- --- guards: one check a statement, nothing a row -------------------------------------------------------------------
 
--- Every function that owns a write opens this door for its own duration (`set oncebox.door = 'open'` in its head).
+-- Every function that owns a write runs with a search path of its own, which ends in a schema that nobody has; by that
+-- the guard knows it. (A parameter of our own would do as well, but only a superuser may tie one to a function.)
 create function oncebox.guard() returns trigger language plpgsql as $$
 begin
-    if current_setting('oncebox.door', true) is distinct from 'open' then
+    if current_setting('search_path') <> 'oncebox, pg_temp, oncebox_door' then
         raise exception 'oncebox: % on oncebox.% is refused: an event changes state only by the lifecycle',
             tg_op, tg_table_name
             using errcode = 'OB001', hint = 'Events are claimed, finalized, replayed, killed and pruned by the functions '
@@ -243,7 +244,7 @@ end $$;
 
 -- An event is born PENDING with its transaction (LC-20): one statement a room, however many rows were written.
 create function oncebox.fan_out() returns trigger language plpgsql security definer
-    set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    set search_path = oncebox, pg_temp, oncebox_door as $$
 declare
     forged bigint;
     plain bigint;
@@ -304,7 +305,7 @@ $$;
 -- What it leaves behind (a transaction that committed late) is found when the worker looks from 0 again.
 create function oncebox.take_ready(room integer, bytes bigint, first boolean, above bigint)
     returns oncebox.taken language plpgsql security definer
-    set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    set search_path = oncebox, pg_temp, oncebox_door as $$
 declare
     got oncebox.taken;
     places tid[];
@@ -329,7 +330,7 @@ end $$;
 -- Events without an ordering key that were here before, or were delayed, and are due; or suspects of one level.
 create function oncebox.take_waiting(room integer, bytes bigint, first boolean, level integer)
     returns oncebox.taken language plpgsql security definer
-    set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    set search_path = oncebox, pg_temp, oncebox_door as $$
 declare
     got oncebox.taken;
     places tid[];
@@ -360,7 +361,7 @@ end $$;
 -- up to the first event that is not due, or suspect, or DEAD and blocking. With a `level`, suspects and nothing else.
 create function oncebox.take_heads(mine bigint[], share integer, room integer, bytes bigint, first boolean,
     level integer) returns oncebox.taken language plpgsql security definer
-    set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    set search_path = oncebox, pg_temp, oncebox_door as $$
 declare
     got oncebox.taken;
     places tid[];
@@ -415,7 +416,7 @@ end $$;
 -- lanes of suspects are looked at, and only suspects taken.
 create function oncebox.take_lanes(tok uuid, room integer, bytes bigint, first boolean, level integer, turn integer,
     hands bigint[]) returns oncebox.taken language plpgsql security definer
-    set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    set search_path = oncebox, pg_temp, oncebox_door as $$
 declare
     got oncebox.taken := row('{}', '{}', '{}', 0, false, '{}');
     part oncebox.taken;
@@ -502,7 +503,7 @@ end $$;
 
 -- Lets go of lanes that a claim won and took nothing from: a hold until the first event is due, or none at all.
 create function oncebox.rest_lanes(tok uuid, idle bigint[]) returns void language plpgsql security definer
-    set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    set search_path = oncebox, pg_temp, oncebox_door as $$
 begin
     if cardinality(idle) = 0 then
         return;
@@ -532,7 +533,7 @@ create function oncebox.claim(tok uuid, worker text, lease interval, room intege
         content_type text, ordering_key text, partition_key text, headers text, metadata text, attempts integer,
         failures integer, replays integer, claimed_at timestamptz, new_hands bigint[])
     language plpgsql security definer
-    set search_path = oncebox, pg_temp set oncebox.door = 'open'
+    set search_path = oncebox, pg_temp, oncebox_door
     set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off
     set jit = off as $$
 #variable_conflict use_column
@@ -606,7 +607,7 @@ end $$;
 
 -- Extends leases and notes a sign of life, in one statement; returns the tokens that are lost. One row for each lease.
 create function oncebox.renew(worker text, tokens uuid[], lease interval) returns uuid[]
-    language sql volatile security definer set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    language sql volatile security definer set search_path = oncebox, pg_temp, oncebox_door as $$
     with alive as (update worker set seen_at = now() where worker_id = $1)
     , renewed as (
         update claim set locked_until = least(now() + lease, renew_until)
@@ -619,7 +620,7 @@ $$;
 
 -- Adds to what is known of an event's troubles.
 create function oncebox.note_trouble(seqs bigint[], charges integer[], errors text[]) returns void
-    language sql volatile security definer set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    language sql volatile security definer set search_path = oncebox, pg_temp, oncebox_door as $$
     insert into trouble as t (seq, failures, last_error)
     select * from unnest(seqs, charges, errors)
     on conflict (seq) do update
@@ -638,7 +639,7 @@ $$;
 create function oncebox.finalize(tok uuid, acked bigint[], others bigint[], kinds text[], delays interval[],
     errors text[], charges integer[]) returns bigint[]
     language plpgsql security definer
-    set search_path = oncebox, pg_temp set oncebox.door = 'open'
+    set search_path = oncebox, pg_temp, oncebox_door
     set enable_seqscan = off set enable_bitmapscan = off set enable_mergejoin = off set jit = off as $$
 #variable_conflict use_column
 declare
@@ -698,7 +699,7 @@ end $$;
 
 -- Takes events that have left out of a claim, and lets go of the lanes that it has no event of any more.
 create function oncebox.shrink_claim(held oncebox.claim, gone bigint[]) returns void
-    language plpgsql security definer set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    language plpgsql security definer set search_path = oncebox, pg_temp, oncebox_door as $$
 #variable_conflict use_column
 declare
     rest oncebox.claim := held;
@@ -726,7 +727,7 @@ end $$;
 -- in one claim; one that was alone as a suspect is charged, and dies when that spends the budget it was claimed under.
 create function oncebox.reap(room integer, of_worker text)
     returns table (token uuid, claimed_by text, recovered integer, died integer, overdue interval)
-    language plpgsql security definer set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    language plpgsql security definer set search_path = oncebox, pg_temp, oncebox_door as $$
 #variable_conflict use_column
 declare
     held oncebox.claim;
@@ -737,7 +738,7 @@ declare
 begin
     for held in select * from claim c
         where case when of_worker is null then c.locked_until <= now() else c.claimed_by = of_worker end
-        order by c.locked_until limit room for update skip locked
+        order by c.locked_until limit case when of_worker is null then room end for update skip locked
     loop
         level := greatest(1, cardinality(held.seqs) / 8);
         charge := (held.size = 1 and held.batch_max is not null)::integer;
@@ -778,12 +779,12 @@ end $$;
 -- --- operators ------------------------------------------------------------------------------------------------------
 
 create function oncebox.begin_audit(who text, action text, why text, what jsonb, affected bigint) returns bigint
-    language sql volatile security definer set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    language sql volatile security definer set search_path = oncebox, pg_temp, oncebox_door as $$
     insert into audit (who, action, why, what, affected) values (who, action, why, what, affected) returning audit_id
 $$;
 
 create function oncebox.add_to_audit(entry bigint, number bigint) returns void
-    language plpgsql volatile security definer set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    language plpgsql volatile security definer set search_path = oncebox, pg_temp, oncebox_door as $$
 begin
     update audit set affected = affected + number where audit_id = entry;
     if not found then
@@ -805,7 +806,7 @@ end $$;
 -- Returns terminal events to PENDING; those that are no longer terminal are passed over. Attempts and error stay, the
 -- budget starts anew, and what the event was goes into its history.
 create function oncebox.replay(chosen bigint[], entry bigint) returns integer language plpgsql security definer
-    set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    set search_path = oncebox, pg_temp, oncebox_door as $$
 #variable_conflict use_column
 declare
     number integer;
@@ -840,7 +841,7 @@ end $$;
 
 -- A key that only waits is looked at again: what it waits for may no longer come first.
 create function oncebox.rest_over(chosen bigint[]) returns void language sql volatile security definer
-    set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    set search_path = oncebox, pg_temp, oncebox_door as $$
     delete from hold using event e
     where e.seq = any (chosen) and hold.lane = lane_of(e.ordering_key) and hold.until is not null
 $$;
@@ -848,7 +849,7 @@ $$;
 -- Moves PENDING or CLAIMED events to DEAD by an operator's decision. A PENDING one is claimed and ended in this one
 -- transaction, so its attempt counts; a CLAIMED one is taken out of its holder's hands, which fences the holder.
 create function oncebox.kill(ids uuid[], reason text, entry bigint) returns table (event_id uuid, was text)
-    language plpgsql security definer set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    language plpgsql security definer set search_path = oncebox, pg_temp, oncebox_door as $$
 #variable_conflict use_column
 declare
     victim record;
@@ -887,7 +888,7 @@ end $$;
 
 -- Moves the time from which PENDING events are eligible.
 create function oncebox.reschedule(ids uuid[], delay interval, entry bigint) returns uuid[]
-    language plpgsql security definer set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    language plpgsql security definer set search_path = oncebox, pg_temp, oncebox_door as $$
 #variable_conflict use_column
 declare
     chosen bigint[] := array(select seq from event where event_id = any (ids));
@@ -908,7 +909,7 @@ end $$;
 
 -- Lets the events behind a DEAD one go on.
 create function oncebox.unblock(key text, entry bigint) returns boolean language plpgsql security definer
-    set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    set search_path = oncebox, pg_temp, oncebox_door as $$
 declare
     freed boolean;
 begin
@@ -940,7 +941,7 @@ $$;
 -- Deletes them. Whoever is faster (a replay, another prune) has the row: what it took is passed over.
 create function oncebox.prune(published_after interval, dead_after interval, room integer, entry bigint)
     returns table (number integer, last_seq bigint) language plpgsql security definer
-    set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    set search_path = oncebox, pg_temp, oncebox_door as $$
 #variable_conflict use_column
 declare
     chosen bigint[];
@@ -962,7 +963,7 @@ begin
 end $$;
 
 create function oncebox.set_control(settings jsonb, entry bigint) returns void language plpgsql security definer
-    set search_path = oncebox, pg_temp set oncebox.door = 'open' as $$
+    set search_path = oncebox, pg_temp, oncebox_door as $$
 begin
     delete from setting where not settings ? name;
     insert into setting (name, value) select * from jsonb_each(settings)

@@ -5,6 +5,7 @@ import sqlite3
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -12,7 +13,7 @@ import pytest
 from psycopg.rows import dict_row
 from sqlalchemy import Connection, NullPool, create_engine, event
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from oncebox import Draft, DuplicateEvent, NotInTransaction, Outbox, StoreError, StoreUnavailable
 from oncebox.clock import uuid7
@@ -218,3 +219,35 @@ def test_a_subclass_of_a_handle_is_that_handle(sqlite_place: Place) -> None:
         outbox.add(connection, "order.created", b"")
         connection.commit()
     assert len(sqlite_place.events()) == 1
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Purchase(Base):
+    __tablename__ = "purchase"
+    number: Mapped[int] = mapped_column(primary_key=True)
+
+
+@drivers(lambda driver: driver.name.endswith("-session") and "scoped" not in driver.name)
+def test_pending_objects_of_a_session_are_left_to_the_caller(tx: Tx, place: Place) -> None:
+    purchase = Purchase(number=17)
+    tx.handle.add(purchase)
+    tx.settle(outbox.add(tx.handle, "order.created", b""))
+    tx.settle(outbox.add_many(tx.handle, [Draft("order.created", b"")]))
+    assert purchase in tx.handle.new, "not flushed behind the caller's back"
+    tx.commit()
+    assert (place.purchases(), len(place.events())) == ([17], 2)
+
+
+def test_a_client_side_cursor_carries_events_too(postgresql_place: Place) -> None:
+    """What users of a pooler without prepared statements set."""
+    with psycopg.connect(postgresql_place.url, cursor_factory=psycopg.ClientCursor) as connection:
+        known = outbox.add(connection, "order.created", b"\x00'", key="k'", headers={"a": "%s"}, event_id=uuid7())
+        outbox.add(connection, "order.created", b"", delay=timedelta(hours=1), serialize=True, key="k")
+        outbox.add(connection, "order.created", b"", available_at=datetime(2100, 1, 1, tzinfo=UTC))
+        outbox.add_many(connection, [Draft("order.created", b"\x00'")])
+        with pytest.raises(DuplicateEvent):
+            outbox.add_many(connection, [Draft("order.created", b"", event_id=known)])
+    assert [record.event.payload for record in postgresql_place.events()] == [b"\x00'", b"", b"", b"\x00'"]

@@ -17,7 +17,7 @@ _ABORTED = "PostgreSQL has aborted your transaction with this error: roll it bac
 _SCHEMA_MISSING = "this database has no Oncebox schema ({reason}); run `oncebox init --store URL`."
 _NO_RIGHT = (
     "this role may not write events ({reason}). Let the owner of the schema run "
-    "`select oncebox.admit('ROLE', 'writer')`: see docs/how-to/write-from-another-language.md."
+    "`select oncebox.admit('ROLE', 'writer')`: see docs/how-to/postgresql-roles.md."
 )
 _FORBIDDEN = "PostgreSQL refused the event: {reason}."
 _BY_SQLSTATE: dict[str, tuple[type[OnceboxError], str]] = {

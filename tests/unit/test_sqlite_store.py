@@ -569,10 +569,10 @@ def test_a_replay_by_hand_keeps_what_was_published(by_hand: sqlite3.Connection, 
     _publish(store, _claim(store))
     (published,) = store.find()
     by_hand.execute("UPDATE oncebox_delivery SET state = 'PENDING', replays = replays + 1, turn = seq")
-    row = by_hand.execute("SELECT seq, replay, published_at, published_by, attempts FROM oncebox_history").fetchone()
+    row = by_hand.execute("SELECT seq, replay, at, published_by, attempts FROM oncebox_history").fetchone()
     assert published.published_at is not None
     assert row == (1, 0, round(published.published_at.timestamp() * 1000), "relay-1", 1)
-    _refused(by_hand, "UPDATE oncebox_history SET published_at = 0", "history never changes")
+    _refused(by_hand, "UPDATE oncebox_history SET at = 0", "history never changes")
     _refused(by_hand, "DELETE FROM oncebox_history", "history goes with its event")
     assert [(claim.attempts, claim.replays) for claim in _claim(store)] == [(2, 1)]
 

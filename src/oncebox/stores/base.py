@@ -242,8 +242,8 @@ class OutboxStore(ABC):
         """Up to `limit` events that fit, by `seq` in the order asked for; `after`: the last `seq` of a former page."""
 
     @abstractmethod
-    def count(self, query: Query) -> int:
-        """How many events fit, without reading a payload."""
+    def count(self, query: Query, *, after: int = 0) -> int:
+        """How many events with `seq` above `after` fit, without reading a payload."""
 
     @abstractmethod
     def history(self, event_id: UUID) -> list[Past]:

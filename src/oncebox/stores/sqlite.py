@@ -470,12 +470,12 @@ class SQLiteStore(OutboxStore):
             found = look.connection.execute(text, values | {"after": after, "limit": max(limit, 0)})
             return [_record(row) for row in found.fetchall()]
 
-    def count(self, query: Query) -> int:
+    def count(self, query: Query, *, after: int = 0) -> int:
         """See `OutboxStore.count`."""
         conditions, values = _conditions(query)
         text = "\n".join(_SQL[block] for block in ("counted", *conditions))
         with self._look() as look:
-            return int(look.connection.execute(text, values).fetchone()[0])
+            return int(look.connection.execute(text, values | {"after": after}).fetchone()[0])
 
     def history(self, event_id: UUID) -> list[Past]:
         """See `OutboxStore.history`."""

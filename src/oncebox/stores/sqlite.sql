@@ -265,12 +265,13 @@ LEFT JOIN oncebox_claim AS claim ON claim.claim_id = delivery.claim_id
 WHERE 1
 
 -- name: counted
--- `count`, to which the conditions that were given are added.
+-- `count`, to which the conditions that were given are added. The plus keeps SQLite from walking all of the table by
+-- seq where the index of a condition is shorter.
 SELECT count(*) FROM oncebox_delivery AS delivery JOIN oncebox_event AS event ON event.seq = delivery.seq
-WHERE 1
+WHERE +delivery.seq > :after
 
 -- name: history
-SELECT replay, 'PUBLISHED', published_at, attempts, published_by FROM oncebox_history
+SELECT replay, state, at, attempts, published_by FROM oncebox_history
 WHERE seq = (SELECT seq FROM oncebox_event WHERE event_id = :event_id) ORDER BY replay;
 
 -- name: terminal
@@ -372,7 +373,7 @@ WHERE turn IS NOT NULL AND seq IN (
 
 -- name: replay
 -- LC-11, Reconciled 4, 6, 12. A replayed event queues behind all that is there now, whatever its age; a trigger keeps
--- what was published before in oncebox_history.
+-- what it was before in oncebox_history.
 UPDATE oncebox_delivery
 SET state = 'PENDING', since = :now, replays = replays + 1, failures = 0, available_at = NULL, batch_max = NULL,
     published_by = NULL, lane = event.ordering_key,

@@ -114,13 +114,14 @@ CREATE TABLE oncebox_claim (
     CONSTRAINT "a lease ends after three times its length" CHECK (locked_until <= renew_until)
 ) STRICT;
 
--- What was published before a replay.
+-- What an event was before each replay.
 CREATE TABLE oncebox_history (
     seq INTEGER NOT NULL,
     replay INTEGER NOT NULL,
-    published_at INTEGER NOT NULL,
-    published_by TEXT,
+    state TEXT NOT NULL CHECK (state = 'PUBLISHED' OR state = 'DEAD'),
+    at INTEGER NOT NULL,
     attempts INTEGER NOT NULL,
+    published_by TEXT,
     PRIMARY KEY (seq, replay)
 ) STRICT, WITHOUT ROWID;
 
@@ -272,10 +273,10 @@ BEGIN
 END;
 
 CREATE TRIGGER oncebox_delivery_replayed AFTER UPDATE OF replays ON oncebox_delivery
-WHEN old.state = 'PUBLISHED'
+WHEN old.state = 'PUBLISHED' OR old.state = 'DEAD'
 BEGIN
-    INSERT INTO oncebox_history (seq, replay, published_at, published_by, attempts)
-    VALUES (old.seq, old.replays, old.since, old.published_by, old.attempts);
+    INSERT INTO oncebox_history (seq, replay, state, at, attempts, published_by)
+    VALUES (old.seq, old.replays, old.state, old.since, old.attempts, old.published_by);
 END;
 
 -- --- The lease ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Settings: frozen, and checked against each other at birth."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ STORE_VARIABLE = "ONCEBOX_STORE"
 STORE_DEFAULT = "sqlite:///oncebox.db"
 
 OnDead = Literal["block", "skip"]
+
+LEASE_MAX = timedelta(days=1)  # of a control row: longer, and the events of a crashed relay are lost from sight
+CLAIM_MAX = 100_000  # events in one claim, of a control row
 
 _UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdw])")
@@ -91,12 +95,12 @@ class Control:
     def __post_init__(self) -> None:
         if self.on_dead not in ("block", "skip"):
             raise InvalidSetting(f"on_dead is {self.on_dead!r}; give block or skip")
-        for name in ("claim_max", "rate_max"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise InvalidSetting(f"{name} is {value}; give a number above 0")
-        if self.lease is not None and self.lease <= timedelta(0):
-            raise InvalidSetting(f"lease is {self.lease}; give a time above 0")
+        if self.lease is not None and not timedelta(0) < self.lease <= LEASE_MAX:
+            raise InvalidSetting(f"lease is {self.lease}; give a time above 0, of at most {LEASE_MAX.days} day")
+        if self.claim_max is not None and not 0 < self.claim_max <= CLAIM_MAX:
+            raise InvalidSetting(f"claim_max is {self.claim_max}; give 1 to {CLAIM_MAX:,}")
+        if self.rate_max is not None and not 0 < self.rate_max < math.inf:
+            raise InvalidSetting(f"rate_max is {self.rate_max}; give a finite number above 0")
 
     def to_rows(self) -> dict[str, Any]:
         """Each setting that differs from its default, as a JSON value."""

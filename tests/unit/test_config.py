@@ -95,7 +95,7 @@ controls = st.builds(
     paused=st.booleans(),
     on_dead=st.sampled_from(["block", "skip"]),
     lease=st.none() | st.timedeltas(timedelta(milliseconds=1), timedelta(days=1)),
-    claim_max=st.none() | st.integers(1, 10_000),
+    claim_max=st.none() | st.integers(1, 100_000),
     rate_max=st.none() | st.floats(0.001, 1e6),
 )
 
@@ -113,7 +113,18 @@ def test_a_setting_of_a_newer_version_is_passed_over() -> None:
 
 @pytest.mark.requirement("LR-002")
 @pytest.mark.parametrize(
-    "wrong", [{"on_dead": "ignore"}, {"claim_max": 0}, {"rate_max": 0.0}, {"lease": timedelta(0)}], ids=str
+    "wrong",
+    [
+        {"on_dead": "ignore"},
+        {"claim_max": 0},
+        {"claim_max": 100_001},
+        {"rate_max": 0.0},
+        {"rate_max": float("inf")},
+        {"rate_max": float("nan")},
+        {"lease": timedelta(0)},
+        {"lease": timedelta(days=1, microseconds=1)},
+    ],
+    ids=str,
 )
 def test_a_control_that_makes_no_sense_is_refused_by_its_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidSetting, match=next(iter(wrong))):

@@ -37,6 +37,7 @@ def _loaded(entry: EntryPoint) -> type[OutboxStore]:
     try:
         loaded: type[OutboxStore] = entry.load()
     except ModuleNotFoundError as error:
-        way = f"pip install 'oncebox[{entry.name}]'" if entry.module.startswith("oncebox.") else "install it"
+        package, _, extra = entry.module.rpartition(".")  # an extra bears the name of its module, not of a scheme
+        way = f"pip install 'oncebox[{extra}]'" if package == "oncebox.stores" else "install it"
         raise UnknownStore(f"{entry.name}:// needs the module {error.name!r}, which is not there: {way}") from error
     return loaded

@@ -7,7 +7,7 @@ import pytest
 from oncebox import clock
 from oncebox.event import NewEvent
 from oncebox.stores.base import OutboxStore, Worker
-from tests.cli.steps import Cli, claimed, dead, pending, published
+from tests.cli.steps import Cli, claimed, dead, pending, publish_all, published
 
 FIELDS = (
     *("event_id", "event_type", "payload", "content_type", "ordering_key", "partition_key", "headers", "metadata"),
@@ -107,8 +107,31 @@ def test_show_has_every_field_and_the_payload(cli: Cli, store: OutboxStore) -> N
     assert all(any(line.startswith(name) for line in shown.out.splitlines()) for name in FIELDS)
     assert '"order": 7' in shown.out
     document = cli("show", event_id, "--json").json
-    assert tuple(document) == FIELDS
-    assert (document["state"], document["claimed_by"]) == ("CLAIMED", "relay-1")
+    assert tuple(document) == (*FIELDS, "history")
+    assert (document["state"], document["claimed_by"], document["history"]) == ("CLAIMED", "relay-1", [])
+    assert "before its replays" not in shown.out
+
+
+@pytest.mark.requirement("LC-11", "SC-02")
+def test_show_lists_what_the_event_was_before_each_replay(cli: Cli, store: OutboxStore) -> None:
+    [event_id] = dead(store)
+    cli("replay", event_id, "--yes")
+    publish_all(store)
+    published_at = cli("show", event_id, "--json").json["published_at"]
+    cli("replay", event_id, "--yes")
+    died, sent = cli("show", event_id, "--json").json["history"]
+    assert (died["replay"], died["state"], died["attempts"], died["published_by"]) == (0, "DEAD", 1, None)
+    assert sent == {
+        "replay": 1,
+        "state": "PUBLISHED",
+        "at": published_at,
+        "attempts": 2,
+        "published_by": "relay-1",
+    }
+    shown = cli("show", event_id).out.splitlines()
+    heading = shown.index("before its replays")
+    assert [line.split()[0] for line in shown[heading + 1 : heading + 4]] == ["STATE", "DEAD", "PUBLISHED"]
+    assert shown[heading + 3].endswith("relay-1")
 
 
 def test_show_of_an_unknown_event_fails(cli: Cli, store: OutboxStore) -> None:

@@ -35,8 +35,10 @@ def test_an_operators_day(cli: Cli, store_url: str) -> None:
     assert [event["event_id"] for event in cli("list", "--eligible", "--json").json] == [first["event_id"]]
     assert cli("settings", "on_dead=skip", "--json").json["on_dead"] == "skip"
     assert cli("verify").code == 0
-    actions = [entry["action"] for entry in cli("audit", "--json").json]
-    assert actions == ["settings", "reschedule", "replay", "kill", "add", "add", "migrate"]
+    entries = [(entry["action"], entry["affected"]) for entry in cli("audit", "--json").json]
+    assert [action for action, _ in entries] == ["settings", "reschedule", "replay", "kill", "add", "add", "migrate"]
+    assert all(affected == 1 for action, affected in entries if action != "migrate")
+    assert [past["state"] for past in cli("show", first["event_id"], "--json").json["history"]] == ["DEAD"]
     password = store_url.partition("@")[0].rpartition(":")[2]
     assert password not in init.out
 
@@ -47,6 +49,7 @@ def test_a_key_is_unblocked_and_old_events_are_pruned(cli: Cli, store: OutboxSto
     assert cli("unblock", "order-7").code == 0
     published(store, 20)
     clock.sleep(0.01)
+    assert cli("prune", "--published-after", "1ms", "--dry-run").out == "would prune 21 events\n"
     assert cli("prune", "--published-after", "1ms", "--batch", "7", "--json").json["pruned"] == 21
     assert store.stats().states[State.DEAD] == 1
 

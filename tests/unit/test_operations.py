@@ -77,20 +77,23 @@ def test_get_answers_none_for_an_id_that_is_not_there(operations: Operations) ->
     assert operations.get(clock.uuid7()) is None
 
 
-def test_a_count_by_state_alone_is_exact(store: OutboxStore, operations: Operations) -> None:
+def test_a_count_takes_what_fits_behind_a_seq(store: OutboxStore, operations: Operations) -> None:
     dead(store, 3)
     pending(store, 2)
-    assert operations.count(DEAD).number == 3
-    assert operations.count(Query()).number == 5
+    first = next(operations.find())
+    assert (operations.count(DEAD), operations.count(Query())) == (3, 5)
+    assert operations.count(DEAD, after=first.seq) == 2
 
 
-def test_a_count_by_a_filter_ends_at_its_bound(
-    store: OutboxStore, operations: Operations, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pending(store, 5, "mail.sent")
-    monkeypatch.setattr(module, "COUNT_MAX", 4)
-    tally = operations.count(Query(event_types=["mail.sent"]))
-    assert (tally.number, tally.exact) == (4, False)
+@pytest.mark.requirement("LC-11", "SC-02")
+def test_the_history_of_an_event_is_what_it_was_before_each_replay(store: OutboxStore, operations: Operations) -> None:
+    [event_id] = dead(store)
+    assert operations.history(event_id) == []
+    operations.replay(DEAD, **WHO)
+    publish_all(store)
+    operations.replay(Query(event_ids=[event_id]), **WHO)
+    past = [(one.replay, one.state, one.attempts, one.published_by) for one in operations.history(event_id)]
+    assert past == [(0, State.DEAD, 1, None), (1, State.PUBLISHED, 2, "relay-1")]
 
 
 # --- replay ---------------------------------------------------------------------------------------------------------
@@ -309,6 +312,8 @@ def test_prune_keeps_what_a_reader_has_not_passed(store: OutboxStore, operations
     clock.sleep(0.005)
     assert operations.prune(published_after=NO_AGE, dead_after=None, **WHO) == 0
     assert operations.forget_reader("billing", **WHO)
+    assert not operations.forget_reader("billing", **WHO)
+    assert [entry.affected for entry in store.audit()[:2]] == [0, 1]
     assert operations.prune(published_after=NO_AGE, dead_after=None, **WHO) == 3
 
 
@@ -317,13 +322,18 @@ def test_prune_of_nothing_in_particular_is_refused(operations: Operations) -> No
         operations.prune(published_after=None, dead_after=None, **WHO)
 
 
-def test_prunable_counts_each_state_and_changes_nothing(store: OutboxStore, operations: Operations) -> None:
+def test_what_could_be_pruned_is_counted_and_nothing_changes(store: OutboxStore, operations: Operations) -> None:
     published(store, 3)
     dead(store, 2)
     clock.sleep(0.005)
-    found = operations.prunable(published_after=NO_AGE, dead_after=timedelta(days=1))
-    assert {state: tally.number for state, tally in found.items()} == {State.PUBLISHED: 3, State.DEAD: 0}
-    assert counts(store) == {"PUBLISHED": 3, "DEAD": 2}
+    before = len(store.audit())
+    assert operations.count_prunable(published_after=NO_AGE, dead_after=timedelta(days=1)) == 3
+    assert (counts(store), len(store.audit())) == ({"PUBLISHED": 3, "DEAD": 2}, before)
+
+
+def test_a_count_of_nothing_in_particular_is_refused(operations: Operations) -> None:
+    with pytest.raises(InvalidSetting, match="nothing to prune"):
+        operations.count_prunable(published_after=None, dead_after=None)
 
 
 # --- settings, schema, add ------------------------------------------------------------------------------------------
@@ -343,7 +353,7 @@ def test_migrate_is_audited_when_it_ran_something(tmp_path: Path) -> None:
     pending_before = operations.pending_migrations()
     assert operations.migrate(**WHO) == pending_before
     assert operations.migrate(**WHO) == []
-    assert [entry.action for entry in operations.audit()] == ["migrate"]
+    assert [(entry.action, entry.affected) for entry in operations.audit()] == [("migrate", len(pending_before))]
     fresh.close()
 
 
@@ -355,3 +365,4 @@ def test_an_event_added_twice_is_refused_and_audited(store: OutboxStore, operati
         operations.add(event, **WHO)
     assert counts(store) == {"PENDING": 1}
     assert [entry.what["event_id"] for entry in store.audit()[:2]] == [str(event.event_id)] * 2
+    assert [entry.affected for entry in store.audit()[:2]] == [0, 1]

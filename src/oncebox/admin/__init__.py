@@ -1,5 +1,5 @@
 """What operators do to a store: look, replay, kill, reschedule, prune, and set; each change is audited."""
 
-from .operations import Operations, Progress, Tally
+from .operations import Operations, Progress
 
-__all__ = ["Operations", "Progress", "Tally"]
+__all__ = ["Operations", "Progress"]

@@ -7,8 +7,7 @@ same action goes on from there.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
-from itertools import islice
+from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
@@ -16,12 +15,11 @@ from .. import clock
 from ..config import Control
 from ..errors import InvalidSetting, StoreError
 from ..event import TERMINAL, NewEvent, Record, State, check_schedule
-from ..stores.base import AuditEntry, Killed, Migration, Order, OutboxStore, Query, Stats, Step
+from ..stores.base import AuditEntry, Killed, Migration, Order, OutboxStore, Past, Query, Stats, Step
 
 BATCH = 1_000  # events changed in one transaction of a long action
 PAGE = 500  # events read at once
 EVENT_IDS_MAX = 10_000  # events named one by one in an action
-COUNT_MAX = 100_000  # events counted by looking at each; beyond it a tally is a lower bound
 BATCHES_PER_SECOND = 4  # a rate is kept within a quarter of a second, not only on average
 AUDIT_LOOKBACK = 50  # entries that others may have written since ours
 AGE_MAX = timedelta(days=36_500)  # of a retention
@@ -35,14 +33,6 @@ class Progress:
     done: int
     total: int | None
     last_seq: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
-    """How many events fit; a lower bound unless `exact`."""
-
-    number: int
-    exact: bool = True
 
 
 Watch = Callable[[Progress], None]
@@ -97,12 +87,13 @@ class Operations:
             found |= {record.event.event_id: record.state for record in records}
         return found
 
-    def count(self, query: Query, *, after: int = 0) -> Tally:
-        """How many events with `seq` above `after` fit now: exact for all of some states, else up to `COUNT_MAX`."""
-        if query == Query(states=query.states) and not after:
-            states = self._store.stats().states
-            return Tally(number=sum(states[state] for state in set(query.states) or set(State)))
-        return _tally(self.find(query, after=after))
+    def history(self, event_id: UUID) -> list[Past]:
+        """What the event was before each of its replays, oldest first."""
+        return self._store.history(event_id)
+
+    def count(self, query: Query, *, after: int = 0) -> int:
+        """How many events with `seq` above `after` fit now."""
+        return self._store.count(query, after=after)
 
     def stats(self) -> Stats:
         """Counts of each state, and what an operator looks at first."""
@@ -135,14 +126,14 @@ class Operations:
         ran = self._store.migrate()
         if ran:
             what = {"migrations": [migration.number for migration in ran]}
-            self._store.begin_audit(who=who, action="migrate", why=why, what=what)
+            self._store.begin_audit(who=who, action="migrate", why=why, what=what, affected=len(ran))
         return ran
 
     def add(self, event: NewEvent, *, who: str, why: str | None = None) -> None:
         """Persist an event by hand, in a transaction of its own; services write theirs with `Outbox.add`."""
         what = {"event_id": str(event.event_id), "event_type": event.event_type, "ordering_key": event.ordering_key}
-        self._store.begin_audit(who=who, action="add", why=why, what=what)
-        self._store.append([event])
+        audit_id = self._store.begin_audit(who=who, action="add", why=why, what=what)
+        self._store.append([event], audit_id=audit_id)
 
     def replay(
         self,
@@ -228,18 +219,10 @@ class Operations:
 
         return self._run(step, pace, after=0, total=None, progress=progress)
 
-    def prunable(self, *, published_after: timedelta | None, dead_after: timedelta | None) -> dict[State, Tally]:
-        """About how many events `prune` would delete, of each state, changing nothing.
-
-        By this machine's clock, and without regard to readers and blocked keys, which keep some of them back.
-        """
+    def count_prunable(self, *, published_after: timedelta | None, dead_after: timedelta | None) -> int:
+        """How many events `prune` would delete now."""
         _retention(published_after, dead_after)
-        now = clock.now()
-        return {
-            state: _tally(self._ended_before(now - age, state))
-            for state, age in ((State.PUBLISHED, published_after), (State.DEAD, dead_after))
-            if age is not None
-        }
+        return self._store.count_prunable(published_after=published_after, dead_after=dead_after)
 
     def set_control(self, *, who: str, why: str | None = None, action: str = "settings", **changes: Any) -> Control:
         """Change some of the settings that every relay obeys; return all of them. The others stay as they are."""
@@ -251,7 +234,8 @@ class Operations:
 
     def forget_reader(self, name: str, *, who: str, why: str | None = None) -> bool:
         """Let `prune` wait for this reader no longer; false if nobody of that name is registered."""
-        self._store.begin_audit(who=who, action="forget reader", why=why, what={"reader": name})
+        known = int(name in self._store.readers())
+        self._store.begin_audit(who=who, action="forget reader", why=why, what={"reader": name}, affected=known)
         return self._store.forget_reader(name)
 
     # --- how long actions run ------------------------------------------------------------------------------------
@@ -284,12 +268,6 @@ class Operations:
         began = next((entry.at + CLOCK_GRAIN for entry in entries if entry.audit_id == audit_id), None)
         bounds = [bound for bound in (began, query.created_to) if bound is not None]
         return replace(query, created_to=min(bounds, default=None))
-
-    def _ended_before(self, end: datetime, state: State) -> Iterator[Record]:
-        for record in self.find(Query(states=[state], created_to=end)):
-            ended_at = record.published_at if state is State.PUBLISHED else record.died_at
-            if ended_at is not None and ended_at < end:
-                yield record
 
 
 class Pace:
@@ -360,11 +338,6 @@ def _retention(published_after: timedelta | None, dead_after: timedelta | None) 
 
 def _given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _tally(records: Iterator[Record]) -> Tally:
-    number = sum(1 for _ in islice(records, COUNT_MAX + 1))
-    return Tally(number=min(number, COUNT_MAX), exact=number <= COUNT_MAX)
 
 
 def _distinct(event_ids: Sequence[UUID]) -> tuple[UUID, ...]:

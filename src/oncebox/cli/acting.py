@@ -12,7 +12,7 @@ from typing import Any
 from uuid import UUID
 
 from .. import clock
-from ..admin.operations import EVENT_IDS_MAX, Operations, Tally, checked_ids, replayable
+from ..admin.operations import EVENT_IDS_MAX, Operations, checked_ids, replayable
 from ..config import Control
 from ..event import BYTES_TYPE, JSON_TYPE, PAYLOAD_BYTES_LIMIT, TEXT_TYPE, NewEvent, State
 from ..stores.base import Migration, Query
@@ -104,26 +104,21 @@ def replay(call: Call) -> int:
     _check_replay(args, asked)
     meant = replayable(asked, everything=args.all)
     with call.operations() as operations:
-        tally = operations.count(meant, after=args.after)
+        total = operations.count(meant, after=args.after)
         if args.dry_run:
-            return _replay_dry_run(call, tally)
-        if tally.number:
-            call.confirm(f"replay {tables.events(tally.number, exact=tally.exact)}?")
+            call.answer({"dry_run": True, "events": total}, [f"would replay {tables.events(total)}"])
+            return OK
+        if total:
+            call.confirm(f"replay {tables.events(total)}?")
         before = operations.states(meant.event_ids)
-        done = _replay(call, operations, meant, total=tally.number if tally.exact else None)
+        done = _replay(call, operations, meant, total=total)
     passed = {one: before.get(one) for one in meant.event_ids if before.get(one) not in meant.states}
     document = {"replayed": done, "passed_over": _passed_documents(passed)}
     call.answer(document, [f"replayed {tables.events(done)}", *_passed_lines(passed)])
     return FAILED if passed else OK
 
 
-def _replay_dry_run(call: Call, tally: Tally) -> int:
-    document = {"dry_run": True, "events": tally.number, "exact": tally.exact}
-    call.answer(document, [f"would replay {tables.events(tally.number, exact=tally.exact)}"])
-    return OK
-
-
-def _replay(call: Call, operations: Operations, meant: Query, *, total: int | None) -> int:
+def _replay(call: Call, operations: Operations, meant: Query, *, total: int) -> int:
     with following("replaying", "replayed", lambda seq: f"go on with --after {seq}") as bar:
         return operations.replay(
             meant, rate=call.args.rate, after=call.args.after, total=total, progress=bar, **call.audited
@@ -207,13 +202,10 @@ def prune(call: Call) -> int:
 
 
 def _prune_dry_run(call: Call, operations: Operations, ages: Mapping[str, timedelta | None]) -> int:
-    found = operations.prunable(published_after=ages["published_after"], dead_after=ages["dead_after"])
+    number = operations.count_prunable(published_after=ages["published_after"], dead_after=ages["dead_after"])
     readers = operations.readers()
-    lines = [f"would prune about {tables.events(t.number, exact=t.exact, state=s)}" for s, t in found.items()]
-    counts = {str(state): tally.number for state, tally in found.items()}
-    exact = all(tally.exact for tally in found.values())
-    document = {"dry_run": True, "states": counts, "exact": exact, "readers": dict(readers)}
-    call.answer(document, [*lines, *_waiting(readers)])
+    document = {"dry_run": True, "events": number, "readers": dict(readers)}
+    call.answer(document, [f"would prune {tables.events(number)}", *_waiting(readers)])
     return OK
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..config import Control
 from ..event import Record
-from ..stores.base import AuditEntry, Killed, Migration, Stats
+from ..stores.base import AuditEntry, Killed, Migration, Past, Stats
 
 DEPTH_MAX = 100  # what is nested deeper stays text: no reader has to follow it
 _BRACKETS = re.compile(r"[\[\]{}]")
@@ -67,6 +67,17 @@ def event(record: Record) -> dict[str, Any]:
         "lock_token": record.lock_token and str(record.lock_token),
         "published_at": moment(record.published_at),
         "died_at": moment(record.died_at),
+    }
+
+
+def past(before: Past) -> dict[str, Any]:
+    """What an event was before a replay."""
+    return {
+        "replay": before.replay,
+        "state": before.state,
+        "at": moment(before.at),
+        "attempts": before.attempts,
+        "published_by": before.published_by,
     }
 
 

@@ -6,7 +6,7 @@ from itertools import chain, islice
 
 from .. import clock
 from ..event import Record, State
-from ..stores.base import AuditEntry, Order, Stats
+from ..stores.base import AuditEntry, Order, Past, Stats
 from . import documents, tables, values
 from .call import FAILED, OK, Call, Refused, query
 from .tables import Column, Screen
@@ -67,6 +67,7 @@ def show(call: Call) -> int:
     """`show`."""
     with call.operations() as operations:
         record = operations.get(call.args.event_id)
+        history = operations.history(call.args.event_id)
     if record is None:
         raise Refused(f"there is no event {call.args.event_id} in {call.store}")
     if call.args.raw:
@@ -74,17 +75,27 @@ def show(call: Call) -> int:
         sys.stdout.buffer.write(record.event.payload)
         sys.stdout.buffer.flush()
     else:
-        call.answer(documents.event(record), _event_lines(record, call.screen))
+        document = documents.event(record) | {"history": [documents.past(before) for before in history]}
+        call.answer(document, _event_lines(record, history, call.screen))
     return OK
 
 
-def _event_lines(record: Record, screen: Screen) -> Iterator[str]:
+def _event_lines(record: Record, history: Sequence[Past], screen: Screen) -> Iterator[str]:
     document = documents.event(record)
     payload = document.pop("payload"), document.pop("payload_base64", None)
     order = ("event_id", "event_type", "state", *document)
     yield from tables.fields(((name, _shown(document[name])) for name in dict.fromkeys(order)), screen)
+    if history:
+        yield screen.paint("before its replays", "1")
+        yield from (f"  {line}" for line in _history_lines(history, screen))
     yield screen.paint(f"payload ({len(record.event.payload):,} bytes)", "1")
     yield from (f"  {line}" for line in _payload_lines(*payload))
+
+
+def _history_lines(history: Sequence[Past], screen: Screen) -> Iterator[str]:
+    columns = (Column("STATE"), Column("AT"), Column("TRIES", right=True), Column("PUBLISHED BY", droppable=True))
+    rows = ((past.state, tables.moment(past.at), str(past.attempts), past.published_by or "") for past in history)
+    return tables.table(columns, rows, screen)
 
 
 def _shown(value: object) -> str:
@@ -148,7 +159,7 @@ def _audit_lines(entries: Sequence[AuditEntry], call: Call) -> Iterator[str]:
         Column("AT"),
         Column("WHO", least=12),
         Column("ACTION"),
-        Column("EVENTS", right=True),
+        Column("AFFECTED", right=True),
         Column("WHY", least=12, droppable=True),
         Column("WHAT", least=20, droppable=True),
     )

@@ -180,7 +180,6 @@ def moment(at: datetime) -> str:
     return at.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + "Z"
 
 
-def events(number: int, *, exact: bool = True, state: State | None = None) -> str:
-    """`1 event`, `1,200 DEAD events`, `more than 100,000 events`."""
-    plural = "event" if number == 1 else "events"
-    return f"{'' if exact else 'more than '}{number:,} {f'{state} ' if state else ''}{plural}"
+def events(number: int) -> str:
+    """`1 event`, `1,200 events`."""
+    return f"{number:,} {'event' if number == 1 else 'events'}"

@@ -214,7 +214,7 @@ _IN_ORDER: Sequence[Command] = (
     Command(
         name="show",
         summary="show all about one event",
-        description="Show every field of one event, and its payload.",
+        description="Show every field of one event, its payload, and what it was before each replay.",
         examples=(
             "oncebox show 0197a4c2-7d4e-7c3a-9f10-5b1c6a2e8d01",
             "oncebox show 0197a4c2-7d4e-7c3a-9f10-5b1c6a2e8d01 --raw > payload.bin",

@@ -21,9 +21,6 @@ if not TYPE_CHECKING:  # a type checker sees the imports above, and finds a miss
             from . import written
 
             return getattr(written, name)
-        import pytest
-
-        pytest.register_assert_rewrite(f"{__name__}.conformance", f"{__name__}.machine")
         from . import conformance
 
         return getattr(conformance, name)

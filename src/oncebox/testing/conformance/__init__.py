@@ -12,9 +12,11 @@ Every rule of the specification that a store can keep is a named test that carri
 its own; `StoreCore` is all of them but the Hypothesis machine and the tests with processes, which take longer.
 """
 
+from . import rewriting  # noqa: F401 - before the parts whose assertions it explains
 from .base import Conformance, DatabaseServer, needs
 from .claims import ClaimsConformance
 from .control import ControlConformance
+from .counts import CountsConformance
 from .leases import LeasesConformance
 from .lifecycle import LifecycleConformance
 from .lives import LivesConformance
@@ -39,6 +41,7 @@ class StoreCore(
     SuspectsConformance,
     OrderingConformance,
     OperationsConformance,
+    CountsConformance,
     ControlConformance,
     TamperingConformance,
 ):

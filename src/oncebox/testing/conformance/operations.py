@@ -1,14 +1,13 @@
 """What an operator sees and does: find, stats, audit, replay, kill, reschedule, prune."""
 
-from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from uuid import UUID
 
 import pytest
 
 from ... import clock
 from ...event import Dead, Published, Retry, State
-from ...stores.base import Killed, Order, OutboxStore, Query
+from ...stores.base import Killed, Order, OutboxStore, Past, Query
 from . import given
 from .base import Conformance, needs
 
@@ -23,16 +22,6 @@ def found(store: OutboxStore, query: Query | None = None) -> list[UUID]:
 
 class OperationsConformance(Conformance):
     """LC-10, LC-11, SC-02, SC-13, and Reconciled 4, 6, 12 and 13."""
-
-    def published_before(self, url: str, event_id: UUID) -> Sequence[datetime]:
-        """Give the times at which the event was published before its replays, oldest first, as your store keeps them.
-
-        By default they are read from a column `published_at` of a table or view named by `history_sql`.
-        """
-        rows = self.raw(url, self.history_sql.format(event_id=event_id))
-        return [when for (when,) in rows]
-
-    history_sql: str = ""  # a SELECT of one column, oldest first, with {event_id}
 
     # --- find --------------------------------------------------------------------------------------------------------
 
@@ -241,16 +230,28 @@ class OperationsConformance(Conformance):
             assert given.record(store, event_id).replays == number
             given.replay_these(store, [event_id])
 
-    @requirement("LC-11", "EM-23")
-    @needs(sql_surface=True)
-    def test_what_was_published_before_a_replay_stays_readable(self, store: OutboxStore, url: str) -> None:
-        (event_id,) = given.published(store)
-        times = []
-        for _ in range(2):
-            times.append(given.record(store, event_id).published_at)
+    @requirement("LC-11", "EM-23", "SC-02")
+    @pytest.mark.parametrize("ordering_key", [None, "k"])
+    def test_what_an_event_was_before_each_replay_stays_readable(
+        self, store: OutboxStore, ordering_key: str | None
+    ) -> None:
+        event_id, other = given.append(store, 2, ordering_key=ordering_key)
+        expected = []
+        for replay, state in enumerate([State.PUBLISHED, State.DEAD, State.PUBLISHED]):
+            claimed = given.claim_all(store, worker=f"relay-{replay}")
+            given.finalize(store, claimed, Published() if state is State.PUBLISHED else Dead("over"))
+            expected.append(self.past(store, event_id, f"relay-{replay}"))
+            assert (expected[-1].state, expected[-1].replay) == (state, replay)
             given.replay_these(store, [event_id])
-            given.deliver_all(store)
-        assert list(self.published_before(url, event_id)) == times
+        assert store.history(event_id) == expected
+        assert store.history(other) == store.history(clock.uuid7()) == []
+
+    def past(self, store: OutboxStore, event_id: UUID, worker: str) -> Past:
+        """What the history will say of a terminal event, once it is replayed."""
+        kept = given.record(store, event_id)
+        at, by = (kept.died_at, None) if kept.state is State.DEAD else (kept.published_at, worker)
+        assert at is not None
+        return Past(replay=kept.replays, state=kept.state, at=at, attempts=kept.attempts, published_by=by)
 
     @requirement("LC-10", "LC-11")
     def test_only_terminal_events_are_replayed(self, store: OutboxStore) -> None:
@@ -466,6 +467,7 @@ class OperationsConformance(Conformance):
         given.deliver_all(store)
         self.pruned(store, 2, published=NOW)
         assert found(store) == []
+        assert [store.history(event_id) for event_id in event_ids] == [[], []]
 
     @requirement("SC-02", "SC-11")
     @needs(ordering=True)

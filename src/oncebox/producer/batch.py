@@ -323,7 +323,7 @@ def _check_ids(column: list[Any]) -> list[UUID]:
         _check_id(event_id)
     for event_id, times in Counter(given).items() if len(set(given)) < len(given) else ():
         if times > 1:
-            raise DuplicateEvent(f"event_id {event_id} was given twice in one call; nothing was written")
+            raise DuplicateEvent(f"event_id {event_id} was given twice in one call (EM-02)")
     return given
 
 

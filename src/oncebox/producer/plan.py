@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar
 from uuid import UUID
 
-from ..errors import DuplicateEvent, OnceboxError
+from ..errors import DuplicateEvent
 from .batch import BATCH_BYTES_MAX, BATCH_EVENTS_MAX, Batch, Row
 
 Dialect = Literal["sqlite", "postgresql"]
@@ -66,7 +66,7 @@ def drive(plan: Plan[T], perform: Callable[[Step], Rows]) -> T:
         while True:
             try:
                 found = perform(step)
-            except OnceboxError as error:
+            except BaseException as error:  # noqa: BLE001 - the plan raises it again
                 step = plan.throw(error)
             else:
                 step = plan.send(found)
@@ -81,7 +81,7 @@ async def drive_async(plan: Plan[T], perform: Callable[[Step], Awaitable[Rows]])
         while True:
             try:
                 found = await perform(step)
-            except OnceboxError as error:
+            except BaseException as error:  # noqa: BLE001 - the plan raises it again
                 step = plan.throw(error)
             else:
                 step = plan.send(found)
@@ -143,8 +143,8 @@ def add_many(batches: Iterable[Batch], *, serialize: bool) -> Planner[list[UUID]
 def _prepare_postgresql(keys: Sequence[str | None], ids: Sequence[str]) -> Plan[None]:
     if keys:
         yield Ask("postgresql_serialize", {"keys": keys})
-    if ids:
-        known = yield Ask("postgresql_known", {"ids": ids})
+    for start in range(0, len(ids), BATCH_EVENTS_MAX):
+        known = yield Ask("postgresql_known", {"ids": ids[start : start + BATCH_EVENTS_MAX]})
         _refuse(row[0] for row in known)
 
 
@@ -175,7 +175,7 @@ def _in_transaction(plan: Plan[None]) -> Plan[None]:
     yield Ask("sqlite_begin", {})
     try:
         yield from plan
-    except OnceboxError:
+    except BaseException:
         yield Ask("sqlite_rollback", {})
         raise
     yield Ask("sqlite_commit", {})
@@ -184,9 +184,7 @@ def _in_transaction(plan: Plan[None]) -> Plan[None]:
 def _refuse(known: Iterable[str]) -> None:
     if found := sorted(known):
         more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
-        raise DuplicateEvent(
-            f"the store has event_id {found[0]}{more} already (EM-02); nothing was written by this call"
-        )
+        raise DuplicateEvent(f"the store has event_id {found[0]}{more} already (EM-02)")
 
 
 def _instant(dialect: Dialect, start: datetime | None) -> Any:

@@ -46,10 +46,6 @@ class TestPostgreSQL(StoreConformance):
     store_type = PostgreSQLStore
     attacks = POSTGRESQL_ATTACKS
     insert_sql = "insert into oncebox.event (event_id, event_type, payload) values ('{event_id}', 'plain', 'x')"
-    history_sql = (
-        "select h.at from oncebox.history h join oncebox.event e using (seq) "
-        "where e.event_id = '{event_id}' and h.state = 'PUBLISHED' order by h.replay"
-    )
 
     @pytest.fixture
     def new_url(self, prepared_url: str) -> Callable[[], str]:

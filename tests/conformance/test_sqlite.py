@@ -2,11 +2,9 @@
 
 import itertools
 import sqlite3
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import pytest
 
@@ -20,10 +18,6 @@ class TestSQLite(StoreConformance):
     store_type = SQLiteStore
     attacks = SQLITE_ATTACKS
     insert_sql = "insert into oncebox_event (event_id, event_type, payload) values ('{event_id}', 'plain', x'78')"
-    history_sql = (
-        "select published_at from oncebox_history join oncebox_event using (seq) "
-        "where event_id = '{event_id}' order by replay"
-    )
 
     @pytest.fixture
     def new_url(self, tmp_path: Path) -> Callable[[], str]:
@@ -39,8 +33,3 @@ class TestSQLite(StoreConformance):
             raise ForbiddenWrite(sql) from error
         finally:
             connection.close()
-
-    def published_before(self, url: str, event_id: UUID) -> Sequence[datetime]:
-        epoch = datetime(1970, 1, 1, tzinfo=UTC)
-        rows = self.raw(url, self.history_sql.format(event_id=event_id))
-        return [epoch + timedelta(milliseconds=milliseconds) for (milliseconds,) in rows]

@@ -255,7 +255,10 @@ class OutboxStore(ABC):
 
     @abstractmethod
     def begin_audit(self, *, who: str, action: str, why: str | None, what: Mapping[str, Any], affected: int = 0) -> int:
-        """Write down an operator's action before it changes anything; what changes adds to its `affected`."""
+        """Write down an operator's action before it changes anything; what changes adds to its `affected`.
+
+        It adds in the transaction of the change, which an id that was not given out here makes fail.
+        """
 
     @abstractmethod
     def audit(self, *, limit: int = 100) -> list[AuditEntry]:

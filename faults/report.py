@@ -21,14 +21,7 @@ Written by `make faults`; do not edit. A trial stops at the fifth red test, so t
 def line(trial: Trial) -> str:
     """One trial, as it ends."""
     head = f"{trial.verdict.upper() if bad(trial) else trial.verdict:8} {trial.fault.name:55} {trial.seconds:5.0f} s"
-    return "\n".join([head, *(f"           {name}" for name in witnesses(trial.red)), *_note(trial)])
-
-
-def _note(trial: Trial) -> list[str]:
-    if trial.verdict is Verdict.HOLE:
-        rules = ", ".join(trial.fault.rules)
-        return [f"           no test turned red, though {trial.fault.breaks} ({rules})"]
-    return [f"           {text}" for text in trial.note.splitlines()]
+    return "\n".join([head, *(f"           {text}" for text in (*witnesses(trial.red), *trial.note.splitlines()))])
 
 
 def bad(trial: Trial) -> bool:
@@ -40,9 +33,14 @@ def summary(trials: Sequence[Trial]) -> str:
     """All of them in a sentence, and the bad ones by name."""
     counts = Counter(trial.verdict for trial in trials)
     said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
-    return "\n".join(
-        [f"{len(trials)} faults: {said}", *(f"  {one.verdict}: {one.fault.name}" for one in trials if bad(one))]
-    )
+    return "\n".join([f"{len(trials)} faults: {said}", *(_complaint(trial) for trial in trials if bad(trial))])
+
+
+def _complaint(trial: Trial) -> str:
+    words = f"no test turned red, though {trial.fault.breaks} ({', '.join(trial.fault.rules)})"
+    if trial.verdict is not Verdict.HOLE:
+        words = "see above"
+    return f"{trial.verdict.upper():8} {trial.fault.name}: {words}"
 
 
 def witnesses(red: Iterable[Red]) -> list[str]:

@@ -1,7 +1,8 @@
 """Which tests may notice a fault."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +13,19 @@ class Suite:
     paths: Sequence[str]
     store: str | None = None  # of one store only
     never: Sequence[str] = ()  # parts that cannot notice anything, or that see the fault itself
+
+    def files(self, tree: Path, parts: Collection[str] = ()) -> list[Path]:
+        """The files that hold these parts, or all: what need not be read cannot stand in the way."""
+        all_files = [file for path in self.paths for file in _files(tree / path)]
+        if set(parts) <= {file.stem for file in all_files}:
+            return [file for file in all_files if file.stem in parts or not parts]
+        return [file for file in all_files if file.stem in parts or file.parent.name == "conformance"]
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(path.rglob("test_*.py"))
+    return [path] if path.exists() else []
 
 
 SQLITE = Suite("sqlite", ("tests/conformance/test_sqlite.py", "tests/unit/test_sqlite_store.py"), "sqlite")

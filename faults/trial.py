@@ -155,7 +155,7 @@ class Bench:
         log.unlink(missing_ok=True)
         paper.write_text(json.dumps({"tree": str(tree), "patience": self.limits.patience, **asdict(order)}))
         limits = ["-o", f"timeout={self.limits.test}", f"--maxfail={order.red_max}"]
-        places = [path for path in suite.paths if (tree / path).exists()]
+        places = [str(path.relative_to(tree)) for path in suite.files(tree, order.parts)]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "faults.witness", "-p", "no:cacheprovider"]
         with (tree.parent / "output").open("w+") as output:
             process = subprocess.Popen(

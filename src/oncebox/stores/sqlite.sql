@@ -287,8 +287,8 @@ AND event.event_id IN (SELECT value FROM json_each(:event_ids))
 AND delivery.state IN (SELECT value FROM json_each(:states))
 
 -- name: if_dead
--- Written out, so that SQLite sees that the index of the DEAD is enough.
-AND delivery.state = 'DEAD'
+-- What operators look for most: few among many, found by their own index instead of by a walk through all.
+AND delivery.seq IN (SELECT seq FROM oncebox_delivery INDEXED BY oncebox_dead WHERE state = 'DEAD')
 
 -- name: if_event_types
 AND event.event_type IN (SELECT value FROM json_each(:event_types))

@@ -70,7 +70,8 @@ ACTS: dict[str, tuple[int, dict[str, st.SearchStrategy[Any]]]] = {
         4,
         {"hand": places, "verdicts": st.lists(verdicts, min_size=1, max_size=4), "but": st.integers(0, 2)},
     ),
-    "finalize_some": (3, {"picks": st.lists(st.tuples(places, verdicts), min_size=1, max_size=6)}),
+    "finalize_some": (2, {"picks": st.lists(st.tuples(places, verdicts), min_size=1, max_size=6)}),
+    "finalize_anothers": (3, {"picks": st.lists(st.tuples(places, verdicts), min_size=1, max_size=4), "forge": places}),
     "renew": (2, {"worker": workers, "picks": st.lists(places, max_size=4)}),
     "reap": (2, {"worker": st.sampled_from([None, *WORKERS])}),
     "replay": (3, {"picks": st.lists(places, min_size=1, max_size=6)}),
@@ -198,6 +199,19 @@ class StoreMachine(RuleBasedStateMachine):
     def finalize_some(self, picks: list[tuple[int, Verdict]]) -> None:
         """Claims of any age and any hand, in one call."""
         chosen = {(claim.seq, claim.token): (claim, verdict) for claim, verdict in self.pick(self.claims, picks)}
+        self.finalize(list(chosen.values()))
+
+    def finalize_anothers(self, picks: list[tuple[int, Verdict]], forge: int) -> None:
+        """Of events that somebody holds: former claims of them, and present ones under a token of another hand."""
+        taken = [claim for claim in self.claims if self.model.events[claim.event.event_id].token is not None]
+        former = [claim for claim in taken if not self.model.holds(claim)]
+        forged = [
+            claim._replace(token=token)
+            for claim in taken
+            for token in self.nth(list(self.model.hands), forge)
+            if self.model.holds(claim) and token != claim.token
+        ]
+        chosen = {(claim.seq, claim.token): (claim, verdict) for claim, verdict in self.pick(former + forged, picks)}
         self.finalize(list(chosen.values()))
 
     def finalize_a_hand(self, hand: int, verdicts: list[Verdict], but: int) -> None:

@@ -7,7 +7,7 @@ from uuid import UUID
 import pytest
 
 from ...event import Claim, Dead, Published, Record, Released, Retry, State, Verdict
-from ...stores.base import OutboxStore, Query
+from ...stores.base import ERROR_MAX, OutboxStore, Query
 from . import given
 from .base import Conformance
 
@@ -291,6 +291,15 @@ class LifecycleConformance(Conformance):
         claims = given.claim(store)
         assert store.finalize([(claims[0], Retry(error)), (claims[1], Dead(error))]) == []
         assert [given.record(store, one).last_error for one in event_ids] == [error, error]
+
+    @requirement("EM-18", "SC-09")
+    def test_a_long_error_is_kept_up_to_a_limit(self, store: OutboxStore) -> None:
+        event_id = given.append_one(store)
+        given.finalize(store, [given.claim_one(store)], Retry("ä" * (ERROR_MAX + 1_000)))
+        kept = given.record(store, event_id).last_error
+        assert kept is not None
+        assert kept.startswith("ä" * 1_000)
+        assert len(kept) <= ERROR_MAX
 
     @requirement("EM-18", "SC-09")
     @pytest.mark.parametrize("error", ["before\0after", "before\ud800after"], ids=["NUL", "lone surrogate"])

@@ -1,11 +1,14 @@
 """What an operator sees and does: find, stats, audit, replay, kill, reschedule, prune."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from uuid import UUID
 
 import pytest
 
 from ... import clock
+from ...config import Control
+from ...errors import OnceboxError
 from ...event import Dead, Published, Retry, State
 from ...stores.base import Killed, Order, OutboxStore, Past, Query
 from . import given
@@ -14,6 +17,7 @@ from .base import Conformance, needs
 requirement = pytest.mark.requirement
 
 NOW = timedelta(0)
+NO_ENTRY = 2**40  # an audit entry that nobody began
 
 
 def found(store: OutboxStore, query: Query | None = None) -> list[UUID]:
@@ -202,6 +206,22 @@ class OperationsConformance(Conformance):
         given.published(store, 7)
         given.replay(store, Query(states=[State.PUBLISHED]), limit=2)
         assert [entry.affected for entry in store.audit()] == [7]
+
+    @requirement("LC-10")
+    def test_a_change_under_an_entry_that_nobody_began_fails_and_changes_nothing(self, store: OutboxStore) -> None:
+        expected = self.one_of_each(store)
+        before = (given.records(store), store.control())
+        pending, published = [expected[State.PENDING]], Query(event_ids=[expected[State.PUBLISHED]])
+        changes: list[Callable[[], object]] = [
+            lambda: store.replay(published, limit=1, after=0, audit_id=NO_ENTRY),
+            lambda: store.kill(pending, reason="no", audit_id=NO_ENTRY),
+            lambda: store.reschedule(pending, delay=given.FAR, audit_id=NO_ENTRY),
+            lambda: store.set_control(Control(paused=True), audit_id=NO_ENTRY),
+        ]
+        for change in changes:
+            with pytest.raises(OnceboxError):
+                change()
+            assert (given.records(store), store.control()) == before
 
     # --- replay ------------------------------------------------------------------------------------------------------
 

@@ -242,31 +242,35 @@ end $$;
 
 -- --- birth ----------------------------------------------------------------------------------------------------------
 
--- An event is born PENDING with its transaction (LC-20): one statement a room, however many rows were written.
+-- An event is born PENDING with its transaction (LC-20): one statement for each room that gets any, however many rows.
 create function oncebox.fan_out() returns trigger language plpgsql security definer
     set search_path = oncebox, pg_temp, oncebox_door as $$
 declare
     forged bigint;
-    plain bigint;
+    ready_now bigint;
+    laned bigint;
     total bigint;
 begin
     select count(*) filter (where created_at is distinct from now() or xid is distinct from pg_current_xact_id()),
            count(*) filter (where ordering_key is null and available_at is null),
+           count(ordering_key),
            count(*)
-        into forged, plain, total from fresh;
+        into forged, ready_now, laned, total from fresh;
     if forged > 0 then
         raise exception 'oncebox: created_at and xid are set by the database; leave them out of the INSERT'
             using errcode = 'OB001', hint = 'EM-11';
     end if;
-    if plain = total then
-        insert into ready (seq) select seq from fresh;
-        return null;
+    if ready_now > 0 then
+        insert into ready (seq) select seq from fresh where ordering_key is null and available_at is null;
     end if;
-    insert into ready (seq) select seq from fresh where ordering_key is null and available_at is null;
-    insert into waiting (seq, attempts, available_at)
-        select seq, 0, available_at from fresh where ordering_key is null and available_at is not null;
-    insert into lane_ready (lane, seq, available_at)
-        select lane_of(ordering_key), seq, available_at from fresh where ordering_key is not null;
+    if laned > 0 then
+        insert into lane_ready (lane, seq, available_at)
+            select lane_of(ordering_key), seq, available_at from fresh where ordering_key is not null;
+    end if;
+    if ready_now + laned < total then
+        insert into waiting (seq, attempts, available_at)
+            select seq, 0, available_at from fresh where ordering_key is null and available_at is not null;
+    end if;
     return null;
 end $$;
 create trigger fan_out after insert on oncebox.event referencing new table as fresh

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from oncebox.testing.servers import PostgreSQL
 
-from . import costs, database, delivery, machine, report, sqlite, writing
+from . import costs, database, delivery, machine, report, sqlite, statements, writing
 from .results import Result
 from .scale import FULL, QUICK, Scale
 
@@ -27,6 +27,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "lanes": costs.lanes,
     "heartbeat": costs.heartbeat,
     "sqlite": sqlite.sqlite,
+    "statements": statements.statements,
 }
 
 

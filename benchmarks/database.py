@@ -27,6 +27,7 @@ CHANGED = "select coalesce(sum(n_tup_upd + n_tup_del), 0) from pg_stat_user_tabl
 OTHERS = """
 select count(*) from pg_stat_activity
 where datname = current_database() and pid <> pg_backend_pid() and backend_type = 'client backend'
+    and state is distinct from 'idle in transaction'  -- whoever holds a snapshot stays
 """
 
 

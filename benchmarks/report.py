@@ -6,6 +6,7 @@ from typing import Any
 from .results import Result
 
 HEADINGS = ("what", "ours", "baseline", "ratio", "spread", "bar", "met")
+COUNTED_HEADINGS = ("what", "statements", "")
 
 PAGE = """# Benchmarks
 
@@ -30,17 +31,28 @@ machine only: {machine}.
 - **WAL and dead tuples** are counted, not timed: what an event leaves in the log and in the tables.
 - PostgreSQL runs with `fsync` on and {settings}. SQLite runs in WAL mode with `synchronous` FULL on both sides.
 
-What is counted rather than timed is held by tests: statements and round trips for 1,000 events, and the index entries
-and blocks that a claim reads (`tests/unit/test_statement_counts.py`).
+What is counted rather than timed is held by tests: statements and round trips, and the index entries and blocks that a
+claim reads (`tests/unit/test_statement_counts.py`).
 """
 
 
 def table(results: Sequence[Result]) -> str:
-    """A Markdown table whose columns are aligned, so that it reads well in a terminal too."""
-    rows = [HEADINGS, *(_row(result) for result in results)]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(HEADINGS))]
+    """What was measured, then what was counted; aligned, so that it reads well in a terminal too."""
+    measured = [result for result in results if result.baseline]
+    counted = [result for result in results if not result.baseline]
+    parts = [_aligned([HEADINGS, *map(_row, measured)])] if measured else []
+    parts += [_aligned([COUNTED_HEADINGS, *map(_counted_row, counted)])] if counted else []
+    return "\n\n".join(parts)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def _counted_row(result: Result) -> tuple[str, ...]:
+    return result.what, f"{result.figure:,.0f}", ", ".join(result.notes)
 
 
 def _row(result: Result) -> tuple[str, ...]:

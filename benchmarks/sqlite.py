@@ -71,7 +71,9 @@ Side = Callable[[Path, int, int | None], float]  # a file that does not exist ye
 
 def sqlite(_server: PostgreSQL, scale: Scale) -> list[Result]:
     """One process: SQLite has one writer at a time."""
-    bare, plain, ordered = [], [], []
+    bare: list[float] = []
+    plain: list[float] = []
+    ordered: list[float] = []
     for _ in range(scale.rounds):
         for side, keys, rates in ((_bare, None, bare), (_ours, None, plain), (_ours, ORDERED, ordered)):
             with tempfile.TemporaryDirectory(prefix="oncebox-bench-") as directory:

@@ -126,6 +126,7 @@ def _pump(source: socket.socket, target: socket.socket, feed: Callable[[bytes], 
         while piece := source.recv(_PIECE):
             feed(piece)
             target.sendall(piece)
-    for end in (source, target):
+    for end in (source, target):  # so that the other direction ends too, and closes the other one
         with suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
+    source.close()

@@ -902,7 +902,7 @@ def _reap(tx: _Transaction, expired: _Expired) -> Reaped:
     """End a claim; only an event that was alone in it, and suspect already, is charged."""
     tx.run("show_token", token=expired.token)
     held = tx.all("held_events", claim_id=expired.claim_id, seqs=expired.seqs)
-    charged = int(expired.batch_max == 1)
+    charged = int(expired.batch_max is not None and len(json.loads(expired.seqs)) == 1)
     why = expired.why(tx.now)
     dead = [
         (seq, f"{why} (failure {failures + 1})", 1)

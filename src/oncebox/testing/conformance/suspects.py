@@ -82,6 +82,16 @@ class SuspectsConformance(Conformance):
             assert (kept.state, kept.failures) == (State.PENDING, failures)
         assert given.record(store, event_id).attempts == 3
 
+    @requirement("LC-09")
+    def test_a_suspect_that_a_small_worker_claims_alone_is_charged_too(self, store: OutboxStore) -> None:
+        event_ids = given.append(store, 4 * SUSPECT_DIVISOR)
+        given.claim(store, limit=4 * SUSPECT_DIVISOR)
+        given.crash(store)  # back in claims of four
+        (alone,) = given.claim(store, limit=1)
+        given.crash(store)
+        assert sum(given.record(store, one).failures for one in event_ids) == 1
+        assert given.record(store, alone.event.event_id).failures == 1
+
     @requirement("LC-08", "LC-09", "LR-021")
     def test_a_suspect_whose_budget_is_spent_dies_and_says_why(self, store: OutboxStore) -> None:
         event_id = given.append_one(store)

@@ -40,7 +40,7 @@ def statements(server: PostgreSQL, _scale: Scale) -> list[Result]:
     return [
         Result(
             name=f"statements-{store.lower()}-{call.replace(' ', '-')}",
-            what=f"{store}: {call}, {EVENTS:,} events",
+            what=f"{store}: {call}, {'1 event' if call == 'add' else f'{EVENTS:,} events'}",
             unit="statements",
             figures=[len(traffic.statements)],
             notes=[f"round trips: {traffic.round_trips}"] if traffic.round_trips else [],

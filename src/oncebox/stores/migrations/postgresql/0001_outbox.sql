@@ -34,25 +34,36 @@ create function oncebox.lane_of(key text) returns bigint language sql immutable 
     select hashtextextended(key, 0) & 9223372036854775807
 $$;
 
-create function oncebox.strings_only(headers json) returns boolean language sql immutable strict parallel safe as $$
-    select json_typeof(headers) = 'object'
-       and not exists (select from json_each(headers) where json_typeof(value) <> 'string')
-$$;
+-- In plpgsql, because a function in SQL would be read and inlined anew by each INSERT, which costs more than the INSERT.
+create function oncebox.strings_only(headers json) returns boolean language plpgsql immutable strict parallel safe as $$
+begin
+    return json_typeof(headers) = 'object'
+       and not exists (select from json_each(headers) where json_typeof(value) <> 'string');
+end $$;
 
 -- --- what never changes ---------------------------------------------------------------------------------------------
+
+-- What a writer may give. Domains and not CHECKs of the table: a session reads a domain's rule once, a table's with
+-- every INSERT, and that would cost more than the row.
+create domain oncebox.start as timestamptz
+    check (value >= '0001-01-01 00:00+00' and value < '9999-12-31 00:00+00');
+create domain oncebox.short_name as text check (length(value) between 1 and 255);
+create domain oncebox.long_name as text check (length(value) between 1 and 512);
+create domain oncebox.string_map as json check (oncebox.strings_only(value));
+create domain oncebox.object as json check (json_typeof(value) = 'object');
 
 create table oncebox.event (
     seq           bigint generated always as identity primary key,
     created_at    timestamptz not null default now(),
     xid           xid8 not null default pg_current_xact_id(),  -- the writer's transaction, for readers of the log
-    available_at  timestamptz check (available_at >= '0001-01-01 00:00+00' and available_at < '9999-12-31 00:00+00'),
+    available_at  oncebox.start,
     event_id      uuid not null default oncebox.uuid7() constraint event_id_unique unique,
-    event_type    text not null check (length(event_type) between 1 and 255),
-    content_type  text not null default 'application/octet-stream' check (length(content_type) between 1 and 255),
-    ordering_key  text check (length(ordering_key) between 1 and 512),
-    partition_key text check (length(partition_key) between 1 and 512),
-    headers       json check (oncebox.strings_only(headers)),
-    metadata      json check (json_typeof(metadata) = 'object'),
+    event_type    oncebox.short_name not null,
+    content_type  oncebox.short_name not null default 'application/octet-stream',
+    ordering_key  oncebox.long_name,
+    partition_key oncebox.long_name,
+    headers       oncebox.string_map,
+    metadata      oncebox.object,
     payload       bytea not null
 );
 
@@ -95,11 +106,17 @@ create table oncebox.claim (
     size         integer not null check (size > 0),  -- how many events it took; those left are in the arrays
     seqs         bigint[] not null,
     attempts     integer[] not null,
-    lanes        bigint[],  -- null: none of them has an ordering key
-    check (cardinality(seqs) between 1 and size),
-    check (cardinality(attempts) = cardinality(seqs)),
-    check (cardinality(lanes) = cardinality(seqs))
+    lanes        bigint[]  -- null: none of them has an ordering key
 );
+-- Not CHECKs: those would read the arrays of a claim with every renewal, which changes none of them.
+create function oncebox.guard_arrays() returns trigger language plpgsql as $$
+begin
+    raise exception 'oncebox: the arrays of claim % contradict each other', new.token using errcode = 'OB001';
+end $$;
+create trigger guard_arrays before insert or update of size, seqs, attempts, lanes on oncebox.claim for each row
+    when (cardinality(new.seqs) not between 1 and new.size or cardinality(new.attempts) <> cardinality(new.seqs)
+        or cardinality(new.lanes) <> cardinality(new.seqs))
+    execute function oncebox.guard_arrays();
 alter table oncebox.claim alter seqs set storage external, alter attempts set storage external, alter lanes set storage external;
 create index claim_locked_until on oncebox.claim (locked_until);
 
@@ -390,9 +407,9 @@ begin
                     union all
                     (select seq from blocker where lane = w.lane order by seq limit 1)) s) stop,
             lateral (
-                select ctid, seq, attempts from lane_ready
-                where lane = w.lane and lane_ready.seq < stop.seq
-                order by seq limit share) r
+                select ctid, seq, attempts from lane_ready  -- not lane = …: that would let the planner choose lane_ready_seq
+                where (lane, seq) > (w.lane, 0::bigint) and (lane, seq) < (w.lane, stop.seq)
+                order by lane, seq limit share) r
         order by w.place, r.seq limit room) h;
     if places is null then
         return got;
@@ -598,9 +615,19 @@ begin
         array_agg(u.seq order by u.seq), array_agg(u.attempts + 1 order by u.seq),
         case when laned then array_agg(u.lane order by u.seq) end
     from unnest(hand.seqs, hand.attempts, case when laned then hand.lanes end) u(seq, attempts, lane);
+    if not 0 < any (hand.attempts) then  -- the good day: nothing to look up, and one walk over the index finds them all
+        return query
+        select e.seq, e.event_id, e.event_type::text, e.payload, e.created_at, e.content_type::text,
+            e.ordering_key::text, e.partition_key::text, e.headers::text, e.metadata::text, 1, 0, 0,
+            case when e.seq = hand.seqs[1] then now() end,
+            case when e.seq = hand.seqs[1] then hand.hands end
+        from event e where e.seq = any (hand.seqs);
+        return;
+    end if;
     return query
-    select e.seq, e.event_id, e.event_type, e.payload, e.created_at, e.content_type, e.ordering_key, e.partition_key,
-        e.headers::text, e.metadata::text, u.attempts + 1, coalesce(t.failures, 0), coalesce(t.replays, 0),
+    select e.seq, e.event_id, e.event_type::text, e.payload, e.created_at, e.content_type::text, e.ordering_key::text,
+        e.partition_key::text, e.headers::text, e.metadata::text, u.attempts + 1, coalesce(t.failures, 0),
+        coalesce(t.replays, 0),
         case when u.place = 1 then now() end, case when u.place = 1 then hand.hands end
     from unnest(hand.seqs, hand.attempts) with ordinality u(seq, attempts, place),
         lateral (select * from event where event.seq = u.seq offset 0) e

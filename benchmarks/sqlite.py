@@ -67,8 +67,8 @@ insert into oncebox_event (event_type, content_type, ordering_key, payload)
 """
 
 WHY = (
-    "The bare loop hands out rows as SQLite gives them; ours makes an event and a claim of each, with its id and times, "
-    "and the database checks every change of state by a trigger."
+    "The bare loop hands out rows as SQLite gives them; ours makes an event and a claim of each, with its id and its "
+    "times, and a trigger checks every change of state."
 )
 
 Side = Callable[[Path, int, int | None], float]  # a file that does not exist yet, events, keys -> events a second

@@ -691,7 +691,6 @@ def test_claim_and_finalize_take_as_many_statements_for_a_thousand_events_as_for
     assert sum(counts[0]) <= 22
 
 
-@pytest.mark.requirement("LR-010")
 def test_a_renewal_changes_one_row_whatever_the_claim_holds(store: SQLiteStore) -> None:
     store.append(_events(500))
     token = _claim(store)[0].token

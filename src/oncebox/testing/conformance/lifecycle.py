@@ -88,7 +88,7 @@ class LifecycleConformance(Conformance):
         assert given.record(store, event_id).attempts == 4
         assert given.claim_one(store).failures == 2
 
-    @requirement("LC-05", "LR-030")
+    @requirement("LC-05")
     def test_a_released_event_goes_back_uncharged_and_at_once(self, store: OutboxStore) -> None:
         event_id = given.append_one(store)
         given.finalize(store, [given.claim_one(store)], Retry("the first error"))

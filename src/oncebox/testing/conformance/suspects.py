@@ -204,7 +204,7 @@ class SuspectsConformance(Conformance):
         assert (kept.state, kept.failures) == (State.DEAD, 2)
         assert kept.attempts >= attempts + 2
 
-    @requirement("LC-05", "LR-030")
+    @requirement("LC-05")
     def test_a_released_suspect_stays_suspect(self, store: OutboxStore) -> None:
         given.append(store, 8)
         given.claim(store)

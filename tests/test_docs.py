@@ -70,3 +70,11 @@ def test_the_readme_names_the_two_commands() -> None:
     for target in ("demo", "test"):
         assert f"make {target}" in readme
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+@pytest.mark.requirement("EM-26")
+def test_every_promise_says_its_conditions_its_limits_and_what_a_failure_does() -> None:
+    text = (ROOT / "docs/explanation/guarantees.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| **")]
+    assert {"At least once", "One holder", "In order per key"} <= {row[0].split("**")[1] for row in rows}
+    assert all(len(row) == 4 and all(row) for row in rows)

@@ -14,7 +14,7 @@ requirement = pytest.mark.requirement
 class LivesConformance(Conformance):
     """All rules at once, in orders that nobody thought of."""
 
-    machine_examples: ClassVar[int] = 60
+    machine_examples: ClassVar[int] = 100
     machine_steps: ClassVar[int] = 40
     machine_shortens: ClassVar[bool] = (
         False  # true: a life that fails is made as short as possible, which takes minutes

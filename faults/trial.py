@@ -14,6 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from oncebox.testing import guard
+
 from .fault import DoesNotApply, Fault
 from .suites import Suite
 
@@ -62,8 +64,10 @@ class Limits:
     """When to stop waiting, in seconds; what is slower hangs."""
 
     patience: float = 10  # of a test that waits for something
-    test: float = 120
+    test: float = 60
+    long_test: float = 300  # of one with processes, or of random lives
     run: float = 900
+    goodbye: float = 15  # what a run leaves behind may take to end by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,35 +158,48 @@ class Bench:
         paper = tree.parent / "order.json"
         log = paper.with_suffix(".log")
         log.unlink(missing_ok=True)
-        paper.write_text(json.dumps({"tree": str(tree), "patience": self.limits.patience, **asdict(order)}))
-        limits = ["-o", f"timeout={self.limits.test}", f"--maxfail={order.red_max}"]
+        paper.write_text(json.dumps({"tree": str(tree), **asdict(self.limits), **asdict(order)}))
         places = [str(path.relative_to(tree)) for path in suite.files(tree, order.parts)]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "faults.witness", "-p", "no:cacheprovider"]
         with (tree.parent / "output").open("w+") as output:
             process = subprocess.Popen(
-                [*command, *limits, f"--basetemp={tree.parent / 'temporary'}", f"--witness={paper}", *places],
+                [
+                    *command,
+                    f"--maxfail={order.red_max}",
+                    f"--basetemp={tree.parent / 'temporary'}",
+                    f"--witness={paper}",
+                    *places,
+                ],
                 cwd=tree,
                 env=environment(tree),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-            end(process, self.limits.run)
+            self._end(process, log)
             output.seek(0)
             return Run.read(log), output.read()
 
+    def _end(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
+        """Wait for a run that makes progress, and see to it that nothing of it is left."""
+        try:
+            deadline = time.monotonic() + self.limits.run
+            while process.poll() is None and time.monotonic() < deadline:
+                if Run.read(log).ended is not None:  # a process that a test left behind may keep it from its end
+                    deadline = min(deadline, time.monotonic() + self.limits.goodbye)
+                time.sleep(0.1)
+        finally:
+            process.kill()
+            process.wait()
+            clear(log.parent, self.limits.goodbye)
 
-def end(process: "subprocess.Popen[bytes]", seconds: float) -> None:
-    """Wait so long, and no longer. Servers of a killed test run end by themselves: they are guarded."""
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
+
+def clear(folder: Path, seconds: float) -> None:
+    """Servers end by themselves, since each has a guard; what stays longer is ended."""
+    deadline = time.monotonic() + seconds
+    while guard.living_in(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    guard.end_all(folder)
 
 
 def environment(tree: Path) -> dict[str, str]:

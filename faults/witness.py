@@ -5,12 +5,14 @@ once: whoever ends this process in the middle still learns which test it was in.
 """
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+LONG = ("lives", "processes", "server")  # parts of the kit whose tests take long
 TIMED_OUT = "Timeout ("  # how pytest-timeout begins what it says
 
 
@@ -29,7 +31,6 @@ class _Witness:
         self._order: dict[str, Any] = json.loads(path.read_text())
         self._log = path.with_suffix(".log")
         self._refuse_another_source()
-        self._be_impatient()
 
     def _refuse_another_source(self) -> None:
         """What is tested is the copy, and not the package that happens to be installed."""
@@ -39,16 +40,19 @@ class _Witness:
         if not source.is_relative_to(Path(self._order["tree"]).resolve()):
             raise pytest.UsageError(f"oncebox was imported from {source}, and not from {self._order['tree']}")
 
-    def _be_impatient(self) -> None:
-        """What the kit waits for comes at once or, with a fault, never."""
-        from oncebox.testing.conformance import given
-
-        given.PATIENCE_SECONDS = float(self._order["patience"])
-
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         chosen = list(self._chosen(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
+        for item in items:
+            limit = self._order["long_test" if part_of(item) in LONG else "test"]
+            item.add_marker(pytest.mark.timeout(limit), append=False)
+        self._be_impatient()
+
+    def _be_impatient(self) -> None:
+        """What the kit waits for comes at once or, with a fault, never."""
+        if given := sys.modules.get("oncebox.testing.conformance.given"):
+            given.PATIENCE_SECONDS = float(self._order["patience"])  # type: ignore[attr-defined]
 
     def _chosen(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
         """The tests that were named; or the parts that were named, in that order; or all but those parts."""
@@ -63,10 +67,15 @@ class _Witness:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._write(began=nodeid)
 
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._session = session
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             hung = TIMED_OUT in report.longreprtext
             self._write(red=report.nodeid, when=report.when, hung=hung, why=report.longreprtext[-2000:])
+            if hung:
+                self._session.shouldfail = "a test never ended: the next ones might not either"
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         self._write(ended=int(exitstatus))

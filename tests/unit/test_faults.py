@@ -156,7 +156,7 @@ def run(folder: Path, rest: str, *faults: Fault) -> Found:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         json_path = folder / "found.json"
-        code = main(["--json", str(json_path)], faults=faults, bench=Bench(tree, Limits(test=5, run=120)))
+        code = main(["--json", str(json_path)], faults=faults, bench=Bench(tree, Limits(test=5)))
     assert (tree / CONFIG).read_text() == before
     lines = json.loads(json_path.read_text())
     verdicts = {line["fault"]: line["verdict"] for line in lines}

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from benchmarks import report
 from benchmarks.__main__ import BENCHMARKS, ROOT
 from benchmarks.results import Bar, Result
@@ -25,27 +23,15 @@ BARS = {
 }
 
 
-@pytest.fixture(scope="module")
-def quick_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What a smoke run of everything prints, and the file that it leaves."""
-    kept = tmp_path_factory.mktemp("benchmarks") / "kept.json"
+def test_a_quick_run_measures_against_every_bar_and_prints_what_it_found(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
     command = [sys.executable, "-m", "benchmarks", "--quick", "--json", str(kept)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout, kept
-
-
-def test_a_quick_run_measures_against_every_bar(quick_run: tuple[str, Path]) -> None:
-    results = json.loads(quick_run[1].read_text())["results"]
-    bars = {result["name"]: result["bar"] for result in results if result["bar"]}
-    assert bars == BARS
+    results = json.loads(kept.read_text())["results"]
+    assert {result["name"]: result["bar"] for result in results if result["bar"]} == BARS
     assert all(result["ratio"] > 0 for result in results if result["bar"])
-
-
-def test_a_run_prints_a_line_for_each_result(quick_run: tuple[str, Path]) -> None:
-    printed, kept = quick_run
-    for result in json.loads(kept.read_text())["results"]:
-        assert result["what"] in printed
+    assert all(result["what"] in done.stdout for result in results)
 
 
 def test_the_ratio_is_the_median_of_the_rounds() -> None:

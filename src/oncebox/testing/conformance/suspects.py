@@ -83,14 +83,27 @@ class SuspectsConformance(Conformance):
         assert given.record(store, event_id).attempts == 3
 
     @requirement("LC-09")
-    def test_a_suspect_that_a_small_worker_claims_alone_is_charged_too(self, store: OutboxStore) -> None:
-        event_ids = given.append(store, 4 * SUSPECT_DIVISOR)
+    @pytest.mark.parametrize("key", [None, "k"], ids=["unordered", "ordered"])
+    def test_a_suspect_that_a_small_worker_claims_alone_is_charged_too(
+        self, store: OutboxStore, key: str | None
+    ) -> None:
+        event_ids = given.append(store, 4 * SUSPECT_DIVISOR, ordering_key=key)
         given.claim(store, limit=4 * SUSPECT_DIVISOR)
         given.crash(store)  # back in claims of four
         (alone,) = given.claim(store, limit=1)
         given.crash(store)
         assert sum(given.record(store, one).failures for one in event_ids) == 1
         assert given.record(store, alone.event.event_id).failures == 1
+
+    @requirement("LC-05", "LC-18")
+    def test_a_suspect_left_over_from_a_claim_in_company_is_not_charged(self, store: OutboxStore) -> None:
+        given.append(store, 16)
+        given.claim(store, limit=16)
+        given.crash(store)
+        first, second = given.claim(store, limit=16, budget=ONE)
+        given.publish(store, [first])
+        assert [(one.recovered, one.died) for one in given.crash(store)] == [(1, 0)]
+        assert given.record(store, second.event.event_id).failures == 0
 
     @requirement("LC-08", "LC-09", "LR-021")
     def test_a_suspect_whose_budget_is_spent_dies_and_says_why(self, store: OutboxStore) -> None:

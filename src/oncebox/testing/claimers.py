@@ -282,7 +282,9 @@ def remote_store(
     try:
         yield cast("OutboxStore", _Remote(mine))
     finally:
-        mine.close()
+        mine.close()  # it ends by itself: what is killed leaves libfaketime's shared memory behind
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE_SECONDS)
         process.kill()
         process.wait()
         close_pipe(process)
@@ -301,6 +303,7 @@ def serve(name: str, url: str, descriptor: int) -> None:
         try:
             method, arguments, named = line.recv()
         except EOFError:
+            store.close()
             return
         line.send(_answer(store, method, arguments, named))
 

@@ -37,7 +37,10 @@ DRIVERS = {
     "psycopg_pool": ("stores/postgresql*.py",),
     "sqlalchemy": ("producer/sqlalchemy.py",),
     "opentelemetry": ("telemetry.py",),
+    "redis": ("publishers/valkey*.py",),
+    "confluent_kafka": ("publishers/kafka*.py",),
     "pyspark": ("spark/*.py",),
+    "pyarrow": ("spark/*.py",),
     "pytest": ("testing/*.py",),
     "hypothesis": ("testing/*.py",),
 }

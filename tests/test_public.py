@@ -20,9 +20,11 @@ PUBLIC = {
     # the model
     *("Claim", "Event", "Record", "State", "Verdict", "Published", "Retry", "Released", "Dead"),
     # retry and settings
-    *("Budget", "Control", "Failure", "RetryPolicies", "RetryPolicy", "Timing"),
+    *("Budget", "Control", "Failure", "RetryPolicies", "RetryPolicy", "Scope", "Timing"),
     # stores
     *("OutboxStore", "Query", "open_store"),
+    # publishers
+    *("Deadline", "Publisher", "open_publisher"),
     # errors
     *(name for name, value in vars(errors).items() if inspect.isclass(value)),
     "__version__",

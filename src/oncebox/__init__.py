@@ -19,12 +19,14 @@ from .errors import (
     InvalidSetting,
     NotInTransaction,
     OnceboxError,
+    PublisherUnavailable,
     SchemaError,
     SchemaMissing,
     SchemaOutdated,
     SchemaTooNew,
     StoreError,
     StoreUnavailable,
+    UnknownPublisher,
     UnknownStore,
     UsageError,
 )
@@ -33,9 +35,10 @@ from .producer import Draft, Outbox
 
 if TYPE_CHECKING:  # as if they were imported here; so a misspelt name is found before the program runs
     from .config import Budget, Control, Timing
-    from .retry import Failure, RetryPolicies, RetryPolicy
+    from .publishers.base import Deadline, Publisher
+    from .retry import Failure, RetryPolicies, RetryPolicy, Scope
     from .stores.base import OutboxStore, Query
-    from .wiring import open_store
+    from .wiring import open_publisher, open_store
 
 __version__ = "0.1.0"
 
@@ -44,6 +47,7 @@ __all__ = [
     "Claim",
     "Control",
     "Dead",
+    "Deadline",
     "Draft",
     "DuplicateEvent",
     "Event",
@@ -57,6 +61,8 @@ __all__ = [
     "Outbox",
     "OutboxStore",
     "Published",
+    "Publisher",
+    "PublisherUnavailable",
     "Query",
     "Record",
     "Released",
@@ -67,14 +73,17 @@ __all__ = [
     "SchemaMissing",
     "SchemaOutdated",
     "SchemaTooNew",
+    "Scope",
     "State",
     "StoreError",
     "StoreUnavailable",
     "Timing",
+    "UnknownPublisher",
     "UnknownStore",
     "UsageError",
     "Verdict",
     "__version__",
+    "open_publisher",
     "open_store",
 ]
 
@@ -82,12 +91,16 @@ __all__ = [
 _LATE = {
     "Budget": "config",
     "Control": "config",
+    "Deadline": "publishers.base",
     "Failure": "retry",
     "OutboxStore": "stores.base",
+    "Publisher": "publishers.base",
     "Query": "stores.base",
     "RetryPolicies": "retry",
     "RetryPolicy": "retry",
+    "Scope": "retry",
     "Timing": "config",
+    "open_publisher": "wiring",
     "open_store": "wiring",
 }
 

@@ -6,7 +6,9 @@
     │  ├─ DuplicateEvent          an `event_id` that the store has already (EM-02)
     │  ├─ NotInTransaction        an event written outside a transaction: the dual-write hazard
     │  ├─ InvalidSetting          a setting that is wrong by itself or against another
-    │  └─ UnknownStore            no store is registered for the URL's scheme
+    │  ├─ UnknownStore            no store is registered for the URL's scheme
+    │  └─ UnknownPublisher        no publisher is registered for it
+    ├─ PublisherUnavailable       the broker does not answer
     └─ StoreError                 the store refused or could not be reached
        ├─ StoreUnavailable        it does not answer; the same call may pass later
        ├─ ForbiddenWrite          the database refused a write that breaks the lifecycle (LC-01, LC-20, EM-24)
@@ -49,6 +51,14 @@ class InvalidSetting(UsageError):
 
 class UnknownStore(UsageError):
     """No store is registered for the scheme of this URL."""
+
+
+class UnknownPublisher(UsageError):
+    """No publisher is registered for the scheme of this URL."""
+
+
+class PublisherUnavailable(OnceboxError):
+    """The broker does not answer; the same call may pass later."""
 
 
 class StoreError(OnceboxError):

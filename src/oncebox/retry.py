@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from enum import StrEnum
 
 from .errors import InvalidSetting
 from .event import Claim, Dead, Retry
@@ -10,16 +11,29 @@ from .event import Claim, Dead, Retry
 ATTEMPTS_MAX_LIMIT = 1_000
 
 
+class Scope(StrEnum):
+    """What a failed publish says something about."""
+
+    EVENT = "event"  # this event alone is to blame: too large, refused, not to be encoded
+    DESTINATION = "destination"  # its topic or stream: missing, forbidden, full
+    BROKER = "broker"  # all of them: down, unreachable, out of memory
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Why a publish did not succeed.
 
-    `permanent`: no retry can help. `charged`: the event itself is to blame, not a broker that is down (Reconciled 5).
+    `permanent`: no retry can help; said of an event only, since a topic may be created and a broker may come back.
     """
 
     error: str
+    scope: Scope = Scope.EVENT
     permanent: bool = False
-    charged: bool = True
+
+    @property
+    def charged(self) -> bool:
+        """Whether it counts against the event's budget: only what is the event's own fault (Reconciled 5)."""
+        return self.scope is Scope.EVENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +62,7 @@ class RetryPolicy:
     def judge(self, claim: Claim, failure: Failure, *, now: datetime, chance: float) -> Retry | Dead:
         """What becomes of a failed claim; `chance` in [0, 1) spreads retries that failed together."""
         failures = claim.failures + failure.charged
-        if failure.permanent:
+        if failure.permanent and failure.charged:
             return Dead(failure.error, charged=failure.charged)
         if failure.charged and failures >= self.failures_max:
             return Dead(f"{failure.error} (failure {failures} of {self.failures_max})", charged=True)

@@ -3,12 +3,15 @@
 import difflib
 import os
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from .config import STORE_DEFAULT, STORE_VARIABLE
-from .errors import UnknownStore
+from .errors import UnknownPublisher, UnknownStore, UsageError
+from .publishers.base import Publisher
 from .stores.base import OutboxStore, hidden_password
 
 STORE_GROUP = "oncebox.stores"
+PUBLISHER_GROUP = "oncebox.publishers"
 
 
 def store_url(given: str | None = None) -> str:
@@ -24,20 +27,36 @@ def open_store(url: str | None = None, *, check_schema: bool = True) -> OutboxSt
 
 def store_class(url: str) -> type[OutboxStore]:
     """The class that is registered for the URL's scheme in the entry point group `oncebox.stores`."""
-    scheme, colon, _ = url.partition("://")
-    known = {entry.name: entry for entry in entry_points(group=STORE_GROUP)}
+    found: type[OutboxStore] = _registered(STORE_GROUP, url, UnknownStore)
+    return found
+
+
+def open_publisher(url: str) -> Publisher:
+    """Open the publisher that `url` names; its scheme picks the class, ours or a stranger's."""
+    return publisher_class(url).open(url)
+
+
+def publisher_class(url: str) -> type[Publisher]:
+    """The class that is registered for the URL's scheme in the entry point group `oncebox.publishers`."""
+    found: type[Publisher] = _registered(PUBLISHER_GROUP, url, UnknownPublisher)
+    return found
+
+
+def _registered(group: str, url: str, unknown: type[UsageError]) -> Any:
+    scheme, colon, _ = url.partition(":")
+    known = {entry.name: entry for entry in entry_points(group=group)}
     if colon and scheme in known:
-        return _loaded(known[scheme])
+        return _loaded(known[scheme], group, unknown)
     near = difflib.get_close_matches(scheme, known, n=1)
-    hint = f"did you mean {near[0]}://? " if near else ""
-    raise UnknownStore(f"no store for {hidden_password(url)!r}; {hint}known: {', '.join(sorted(known))}")
+    hint = f"did you mean {near[0]}:? " if near else ""
+    kind = group.partition(".")[2].removesuffix("s")
+    raise unknown(f"no {kind} for {hidden_password(url)!r}; {hint}known: {', '.join(sorted(known))}")
 
 
-def _loaded(entry: EntryPoint) -> type[OutboxStore]:
+def _loaded(entry: EntryPoint, group: str, unknown: type[UsageError]) -> Any:
     try:
-        loaded: type[OutboxStore] = entry.load()
+        return entry.load()
     except ModuleNotFoundError as error:
         package, _, extra = entry.module.rpartition(".")  # an extra bears the name of its module, not of a scheme
-        way = f"pip install 'oncebox[{extra}]'" if package == "oncebox.stores" else "install it"
-        raise UnknownStore(f"{entry.name}:// needs the module {error.name!r}, which is not there: {way}") from error
-    return loaded
+        way = f"pip install 'oncebox[{extra}]'" if package == group else "install it"
+        raise unknown(f"{entry.name}: needs the module {error.name!r}, which is not there: {way}") from error

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from oncebox.errors import InvalidSetting
 from oncebox.event import Claim, Dead, Event, Retry
-from oncebox.retry import ATTEMPTS_MAX_LIMIT, Failure, RetryPolicies, RetryPolicy
+from oncebox.retry import ATTEMPTS_MAX_LIMIT, Failure, RetryPolicies, RetryPolicy, Scope
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -45,23 +45,27 @@ def test_the_failure_that_reaches_the_budget_is_the_last(failures_max: int) -> N
 @given(failures=st.integers(0, 50), attempts=st.integers(1, 5_000))
 def test_what_is_not_the_events_fault_never_ends_it(failures: int, attempts: int) -> None:
     one = claim(failures=failures, attempts=attempts)
-    verdict = judge(RetryPolicy(failures_max=1), one, Failure("broker is down", charged=False))
+    verdict = judge(RetryPolicy(failures_max=1), one, Failure("broker is down", Scope.BROKER))
     assert isinstance(verdict, Retry)
     assert verdict.charged is False
 
 
 @pytest.mark.requirement("LC-09", "LC-08")
-@pytest.mark.parametrize("charged", [True, False])
-def test_a_permanent_failure_ends_at_once(charged: bool) -> None:
-    verdict = judge(RetryPolicy(), claim(), Failure("no such type", permanent=True, charged=charged))
-    assert verdict == Dead("no such type", charged=charged)
+def test_a_permanent_failure_of_the_event_ends_it_at_once() -> None:
+    assert judge(RetryPolicy(), claim(), Failure("no such type", permanent=True)) == Dead("no such type", charged=True)
+
+
+@pytest.mark.requirement("LC-09")
+@pytest.mark.parametrize("scope", [Scope.DESTINATION, Scope.BROKER])
+def test_nothing_about_a_destination_is_permanent(scope: Scope) -> None:
+    assert isinstance(judge(RetryPolicy(), claim(), Failure("no such topic", scope, permanent=True)), Retry)
 
 
 @pytest.mark.requirement("LC-09")
 def test_an_event_that_is_too_old_ends_at_its_next_failure() -> None:
     policy = RetryPolicy(age_max=timedelta(hours=1))
     assert isinstance(judge(policy, claim(age=timedelta(hours=1)), Failure("no")), Retry)
-    verdict = judge(policy, claim(age=timedelta(hours=1, seconds=1)), Failure("no", charged=False))
+    verdict = judge(policy, claim(age=timedelta(hours=1, seconds=1)), Failure("no", Scope.DESTINATION))
     assert verdict == Dead("no (older than 1:00:00)", charged=False)
 
 

@@ -25,7 +25,7 @@ def test_both_schemes_of_libpq_open_the_postgresql_store(postgresql_url: str, sc
 def test_a_missing_driver_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     monkeypatch.delitem(sys.modules, "oncebox.stores.postgresql")
     monkeypatch.setitem(sys.modules, "psycopg", None)
-    with pytest.raises(UnknownStore, match=rf"{scheme}:// needs the module 'psycopg'.*'oncebox\[postgresql\]'"):
+    with pytest.raises(UnknownStore, match=rf"{scheme}: needs the module 'psycopg'.*'oncebox\[postgresql\]'"):
         store_class(f"{scheme}://shop@db.internal/shop")
 
 

@@ -45,24 +45,24 @@ class Guarantees:
 class Deadline:
     """Until when a lease surely holds, on this process's own monotonic clock; safe to use from several threads.
 
-    A publisher asks `remaining()` before it sends, and gives its broker no longer than that. `lose()` ends it at once:
-    the lease is gone, and whatever was not sent by then must not be.
+    A publisher asks `over` before it sends each part of a batch, and waits for an answer no longer than `remaining()`.
     """
 
-    __slots__ = ("_at", "_lost")
+    __slots__ = ("_at", "_lost", "_stopped")
 
     def __init__(self, seconds: float, *, since: float | None = None) -> None:
         self._at = (clock.monotonic() if since is None else since) + seconds
         self._lost = threading.Event()
-
-    def remaining(self) -> float:
-        """Seconds left; 0 once it is over."""
-        return 0.0 if self._lost.is_set() else max(0.0, self._at - clock.monotonic())
+        self._stopped = False
 
     @property
     def over(self) -> bool:
-        """Whether nothing may be sent any more."""
-        return self.remaining() <= 0
+        """Whether nothing may be sent any more: out of time, lost, or the relay is shutting down."""
+        return self._stopped or self.remaining() <= 0
+
+    def remaining(self) -> float:
+        """Seconds that are left to wait for an answer to what was sent; 0 once the lease is gone."""
+        return 0.0 if self._lost.is_set() else max(0.0, self._at - clock.monotonic())
 
     @property
     def lost(self) -> bool:
@@ -73,8 +73,12 @@ class Deadline:
         """The lease was renewed until `at`, on the monotonic clock; never earlier than before."""
         self._at = max(self._at, at)
 
+    def stop(self) -> None:
+        """Send nothing more; what was sent may still be answered."""
+        self._stopped = True
+
     def lose(self) -> None:
-        """The lease is gone, or may be."""
+        """The lease is gone, or may be: send nothing more, and wait for nothing."""
         self._lost.set()
 
     def wait(self, seconds: float) -> bool:

@@ -19,6 +19,13 @@ CLAIM_MAX = 100_000  # events in one claim, of a control row
 
 _UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdw])")
+_PASSWORD = re.compile(r"(?<=://)([^/?#@:]*):[^/?#]*@")
+_SECRET_OPTION = re.compile(r"([?&][^=&]*(?:password|secret|token|key)[^=&]*=)[^&#]*", re.IGNORECASE)
+
+
+def hidden_password(url: str) -> str:
+    """The URL with its password, and any secret among its options, replaced: for messages and logs."""
+    return _SECRET_OPTION.sub(r"\1***", _PASSWORD.sub(r"\1:***@", url))
 
 
 def parse_duration(text: str) -> timedelta:

@@ -45,7 +45,7 @@ KEY_MAX = 512
 CONTENT_TYPE_MAX = 255
 HEADERS_MAX = 64
 DELAY_MAX = timedelta(days=3650)
-RESERVED_HEADERS = frozenset({"event_id"})  # always sent (EM-25)
+RESERVED_HEADERS = frozenset({"event_id", "event_type"})  # always sent (EM-25)
 RESERVED_PREFIX = "oncebox-"
 HEADERS_BYTES_MAX = 32_768
 PAYLOAD_BYTES_LIMIT = 256 * 1024 * 1024  # what every store takes; the producer's own limit is lower

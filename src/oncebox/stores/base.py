@@ -6,7 +6,6 @@ an operator calls) and *control* (rows that relays and operators share). All tim
 A store object may be used by several threads.
 """
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any, ClassVar, Self
 from uuid import UUID
 
 from ..config import Budget, Control
+from ..config import hidden_password as hidden_password  # noqa: PLC0414 - every store's messages need it
 from ..event import Claim, NewEvent, Record, State, Verdict
 
 LEASE_RENEWALS = 3  # a claim ends at this many leases, however often it is renewed (LR-051)
@@ -347,12 +347,3 @@ class OutboxStore(ABC):
 def storable_error(error: str) -> str:
     """An error as every database can keep it: of limited length, without NUL and lone surrogates."""
     return error[:ERROR_MAX].encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
-
-
-_PASSWORD = re.compile(r"(?<=://)([^/?#@:]*):[^/?#]*@")
-_SECRET_OPTION = re.compile(r"([?&][^=&]*(?:password|secret|token|key)[^=&]*=)[^&#]*", re.IGNORECASE)
-
-
-def hidden_password(url: str) -> str:
-    """The URL with its password, and any secret among its options, replaced: for messages and logs."""
-    return _SECRET_OPTION.sub(r"\1***", _PASSWORD.sub(r"\1:***@", url))

@@ -8,20 +8,24 @@ SOURCES := $(wildcard src tests benchmarks faults examples scripts)
 REQUIREMENTS := build/requirements.json
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench faults docs servers lock clean package dev
+.PHONY: help demo test test-oldest-spark check bench faults docs servers lock clean package dev spark
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: package ## run the small shop: orders and their events in one transaction, then list, kill, replay, stats
 	@$(RUN) examples/shop.py
 
-test: dev ## run every test against real servers, and write build/requirements.json and docs/conformance.md
+test: spark ## run every test against real servers, and write build/requirements.json and docs/conformance.md
 	@scripts/debian-packages pgbouncer=pgbouncer
 	@$(RUN) -m pytest -n $(JOBS) --dist worksteal --requirements $(REQUIREMENTS)
 	@$(RUN) -m oncebox.testing.requirements $(REQUIREMENTS) docs/requirements.md docs/conformance.md
 
-check: dev ## ruff, strict mypy, and the rule of who may import whom
+test-oldest-spark: spark ## run the tests of the Spark host on the oldest Spark that is supported
+	@$(PYTHON) scripts/environment.py build dev spark spark-oldest
+	@PYTHONPATH=$(CURDIR)/build/spark-oldest $(RUN) -m pytest tests/spark
+
+check: spark ## ruff, strict mypy, and the rule of who may import whom
 	@$(RUN) -m ruff check $(SOURCES)
 	@$(RUN) -m ruff format --check $(SOURCES)
 	@$(RUN) -m mypy $(SOURCES)
@@ -43,7 +47,7 @@ servers: dev ## start PostgreSQL and Valkey, print their URLs, stop them on Ctrl
 
 lock: package ## write requirements/*.lock anew from requirements/*.in
 	@$(PYTHON) scripts/environment.py lock
-	@for name in build lock dev; do \
+	@for name in build lock dev spark spark-oldest; do \
 		(cd requirements && ../$(VENV)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
 			--generate-hashes --no-emit-index-url --no-header $$name.in --output-file $$name.lock) || exit 1; \
 	done
@@ -58,3 +62,6 @@ package:
 
 dev:
 	@$(PYTHON) scripts/environment.py build dev
+
+spark:
+	@$(PYTHON) scripts/environment.py build dev spark

@@ -1,7 +1,8 @@
 """Bring .venv up to date: `python3 scripts/environment.py build dev`.
 
 Each name is a lock in requirements/. What is installed is written down by the lock's hash, so a second run does
-nothing, and two runs at once wait for each other. Only the standard library is used: this runs before anything else.
+nothing, and two runs at once wait for each other. `spark-oldest` goes into a folder of its own under build/, which a
+PYTHONPATH lays over .venv. Only the standard library is used: this runs before anything else.
 """
 
 import fcntl
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 OLDEST = (3, 11)
+OVERLAYS = {"spark-oldest": ROOT / "build" / "spark-oldest"}
 
 
 def main(names: list[str]) -> int:
@@ -37,17 +39,17 @@ def prepare(names: Iterable[str]) -> None:
     once("venv", key(sys.version, str(VENV)), create)
     for name in names:
         lock = ROOT / "requirements" / f"{name}.lock"
-        once(name, key(lock.read_text()), partial(install, "--require-hashes", "--requirement", str(lock)))
+        once(name, key(lock.read_text()), partial(install_lock, lock, OVERLAYS.get(name)), OVERLAYS.get(name, VENV))
         if name == "build":
             once("package", key((ROOT / "pyproject.toml").read_text()), install_package)
 
 
-def once(name: str, wanted: str, act: Callable[[], None]) -> None:
+def once(name: str, wanted: str, act: Callable[[], None], home: Path = VENV) -> None:
     """Do `act` unless it was done for `wanted` before; if it fails, it counts as not done."""
-    stamp = VENV / f".{name}.stamp"
+    stamp = home / f".{name}.stamp"
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    print(f"setting up .venv: {name}", file=sys.stderr, flush=True)
+    print(f"setting up {home.relative_to(ROOT)}: {name}", file=sys.stderr, flush=True)
     stamp.unlink(missing_ok=True)
     act()
     stamp.write_text(wanted)
@@ -68,6 +70,14 @@ def create() -> None:
 def bundled_pip() -> bool:
     """Debian's python3 has no ensurepip until python3-venv is there; its own pip can then serve the environment."""
     return importlib.util.find_spec("ensurepip") is not None
+
+
+def install_lock(lock: Path, overlay: Path | None) -> None:
+    """Packages that come as source are built with what the locks hold, never with what is newest that day."""
+    if overlay and overlay.exists():
+        shutil.rmtree(overlay)  # pip does not replace what a folder holds already
+    target = ["--target", str(overlay)] if overlay else []
+    install("--require-hashes", "--no-build-isolation", *target, "--requirement", str(lock))
 
 
 def install_package() -> None:

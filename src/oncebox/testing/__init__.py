@@ -1,6 +1,6 @@
-"""What Oncebox ships for tests: the conformance kit of stores, real servers, and fixtures for users' own tests.
+"""What Oncebox ships for tests: the conformance kits of stores and publishers, real servers, and fixtures for users.
 
-The kit needs pytest and Hypothesis (`pip install 'oncebox[testing]'`), so it is imported when it is first asked for:
+The kits need pytest and Hypothesis (`pip install 'oncebox[testing]'`), so they are imported when first asked for:
 whoever wants a server only, needs neither.
 """
 
@@ -8,19 +8,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .conformance import StoreConformance, StoreCore
+    from .publishing import Arrived, PublisherConformance
     from .written import OutboxEvents, WrittenEvent, WrittenEvents
 
-__all__ = ["OutboxEvents", "StoreConformance", "StoreCore", "WrittenEvent", "WrittenEvents"]
+__all__ = [
+    "Arrived",
+    "OutboxEvents",
+    "PublisherConformance",
+    "StoreConformance",
+    "StoreCore",
+    "WrittenEvent",
+    "WrittenEvents",
+]
+
+_LATE = {
+    "Arrived": "publishing",
+    "OutboxEvents": "written",
+    "PublisherConformance": "publishing",
+    "StoreConformance": "conformance",
+    "StoreCore": "conformance",
+    "WrittenEvent": "written",
+    "WrittenEvents": "written",
+}
 
 if not TYPE_CHECKING:  # a type checker sees the imports above, and finds a misspelt name
 
     def __getattr__(name: str) -> Any:
-        if name not in __all__:
+        if name not in _LATE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if not name.startswith("Store"):
-            from . import written
+        from importlib import import_module
 
-            return getattr(written, name)
-        from . import conformance
-
-        return getattr(conformance, name)
+        return getattr(import_module(f".{_LATE[name]}", __name__), name)

@@ -14,12 +14,14 @@ from enum import StrEnum
 from typing import Any, ClassVar, Self
 from uuid import UUID
 
+from .. import clock
 from ..config import Budget, Control
 from ..config import hidden_password as hidden_password  # noqa: PLC0414 - every store's messages need it
 from ..event import Claim, NewEvent, Record, State, Verdict
 
 LEASE_RENEWALS = 3  # a claim ends at this many leases, however often it is renewed (LR-051)
 ERROR_MAX = 8_000  # characters of `last_error` that are kept
+WAIT_MAX = 0.02  # seconds between looks at a store that cannot say when there is something new
 SUSPECT_DIVISOR = 8  # the events of an expired claim of n come back in claims of n / 8 at most, at last alone
 
 
@@ -41,6 +43,22 @@ class Reaped:
     recovered: int  # events that went back to PENDING
     died: int  # events whose budget was spent (Reconciled 7)
     overdue: timedelta  # how long past `locked_until`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """One delivery: an event that was PUBLISHED under a claim of `published_by`."""
+
+    event_id: UUID
+    event_type: str
+    ordering_key: str | None
+    partition_key: str | None
+    created_at: datetime
+    published_at: datetime
+    published_by: str
+    attempts: int
+    replays: int  # how many replays it had had by then
+    seq: int
 
 
 class Order(StrEnum):
@@ -232,6 +250,22 @@ class OutboxStore(ABC):
         claimed alone, as a suspect, is charged one failure; if that spends the budget of its claim it goes DEAD
         (Reconciled 5, 7). `last_error` says that the lease expired, of whom, and for how long.
         """
+
+    @abstractmethod
+    def delivered(self, claims: Sequence[Claim]) -> frozenset[int]:
+        """The `seq` of those claims that were finalized as `Published`: for when the answer was lost on its way."""
+
+    @abstractmethod
+    def receipts(self, worker: str, *, after: Receipt | None = None, limit: int = 1_000) -> list[Receipt]:
+        """What was published under claims of `worker`, or of one whose id begins with it and a slash, oldest first.
+
+        `after`: the last one of a former page. A replay does not take a receipt away. It reads what is PUBLISHED from
+        end to end: for what follows a crash, not for every day.
+        """
+
+    def wait(self, seconds: float) -> None:
+        """Return once an event may have become eligible, or after so many seconds; perhaps earlier, for no reason."""
+        clock.sleep(min(seconds, WAIT_MAX))
 
     # --- operations: each runs under an audit entry, in the transaction of the change ------------------------------
 

@@ -8,7 +8,7 @@ import json
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, Self
 from uuid import UUID
@@ -41,6 +41,7 @@ from .base import (
     Past,
     Query,
     Reaped,
+    Receipt,
     Stats,
     Step,
     Worker,
@@ -210,6 +211,20 @@ class PostgreSQLStore(OutboxStore):
             Reaped(token=token, claimed_by=by, recovered=recovered, died=died, overdue=overdue)
             for token, by, recovered, died, overdue in rows
         ]
+
+    def delivered(self, claims: Sequence[Claim]) -> frozenset[int]:
+        columns = {
+            "seqs": [claim.seq for claim in claims],
+            "attempts": [claim.attempts for claim in claims],
+            "workers": [claim.claimed_by for claim in claims],
+        }
+        return frozenset(seq for (seq,) in self._run("delivered", **columns))
+
+    def receipts(self, worker: str, *, after: Receipt | None = None, limit: int = 1_000) -> list[Receipt]:
+        seq, replays = (after.seq, after.replays) if after else (0, 0)
+        rows = self._run("receipts", worker=worker, seq=seq, replays=replays, limit=limit)
+        names = [field.name for field in fields(Receipt)]
+        return [Receipt(**dict(zip(names, map(_utc, row), strict=True))) for row in rows]
 
     # --- operations ------------------------------------------------------------------------------------------------
 

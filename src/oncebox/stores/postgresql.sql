@@ -71,6 +71,25 @@ select count(*) from oncebox.outbox
 {matching}
   and seq > %(after)s
 
+-- name: delivered
+-- No two claims of an event have the same number of attempts.
+select p.seq from oncebox.published p
+join unnest(%(seqs)s::bigint[], %(attempts)s::integer[], %(workers)s::text[]) as c (seq, attempts, worker)
+    on p.seq = c.seq and p.attempts = c.attempts and p.published_by = c.worker
+
+-- name: receipts
+-- What was published and then replayed is found in the history.
+select e.event_id, e.event_type, e.ordering_key, e.partition_key, e.created_at, d.*
+from (
+    select p.published_at, p.published_by, p.attempts, coalesce(t.replays, 0) as replays, p.seq
+    from oncebox.published p left join oncebox.trouble t using (seq)
+    union all
+    select at, published_by, attempts, replay, seq from oncebox.history where state = 'PUBLISHED'
+) d join oncebox.event e using (seq)
+where (d.published_by = %(worker)s or starts_with(d.published_by, %(worker)s || '/'))
+    and (d.seq, d.replays) > (%(seq)s, %(replays)s)
+order by d.seq, d.replays limit %(limit)s
+
 -- name: history
 select replay, state, at, attempts, published_by from oncebox.history
 where seq = (select seq from oncebox.event where event_id = %(event_id)s) order by replay

@@ -48,6 +48,7 @@ from .base import (
     Past,
     Query,
     Reaped,
+    Receipt,
     Stats,
     Step,
     Worker,
@@ -454,6 +455,19 @@ class SQLiteStore(OutboxStore):
             rows = tx.all("expired", worker=worker, now=tx.now, limit=max(limit, 0) if worker is None else -1)
             return [_reap(tx, _Expired(*row)) for row in rows]
 
+    def delivered(self, claims: Sequence[Claim]) -> frozenset[int]:
+        """See `OutboxStore.delivered`."""
+        named = json.dumps([[claim.seq, claim.attempts, claim.claimed_by] for claim in claims])
+        with self._look() as look:
+            return frozenset(seq for (seq,) in look.all("delivered", claims=named))
+
+    def receipts(self, worker: str, *, after: Receipt | None = None, limit: int = 1_000) -> list[Receipt]:
+        """See `OutboxStore.receipts`."""
+        seq, replays = (after.seq, after.replays) if after else (0, 0)
+        with self._look() as look:
+            rows = look.all("receipts", worker=worker, seq=seq, replays=replays, limit=limit)
+        return [_receipt(row) for row in rows]
+
     # --- operations ------------------------------------------------------------------------------------------------
 
     def find(
@@ -773,6 +787,23 @@ def _claims(rows: list[Row], lock: _Lock) -> list[Claim]:
 
 
 Verdicts = Sequence[tuple[Claim, Verdict]]
+
+
+def _receipt(row: Row) -> Receipt:
+    event_id, event_type, ordering_key, partition_key, created_at, published_at, published_by, *counts = row
+    attempts, replays, seq = counts
+    return Receipt(
+        event_id=UUID(event_id),
+        event_type=event_type,
+        ordering_key=ordering_key,
+        partition_key=partition_key,
+        created_at=_time(created_at),
+        published_at=_time(published_at),
+        published_by=published_by,
+        attempts=attempts,
+        replays=replays,
+        seq=seq,
+    )
 
 
 class _Stale(Exception):

@@ -270,6 +270,23 @@ WHERE 1
 SELECT count(*) FROM oncebox_delivery AS delivery JOIN oncebox_event AS event ON event.seq = delivery.seq
 WHERE +delivery.seq > :after
 
+-- name: delivered
+-- No two claims of an event have the same number of attempts.
+SELECT seq FROM oncebox_delivery WHERE state = 'PUBLISHED'
+AND (seq, attempts, published_by) IN (
+    SELECT value ->> 0, value ->> 1, value ->> 2 FROM json_each(:claims))
+
+-- name: receipts
+-- What was published and then replayed is found in the history.
+SELECT event.event_id, event.event_type, event.ordering_key, event.partition_key, event.created_at, delivered.*
+FROM (
+    SELECT since AS at, published_by, attempts, replays, seq FROM oncebox_delivery WHERE state = 'PUBLISHED'
+    UNION ALL SELECT at, published_by, attempts, replay, seq FROM oncebox_history WHERE state = 'PUBLISHED'
+) AS delivered JOIN oncebox_event AS event ON event.seq = delivered.seq
+WHERE (published_by = :worker OR substr(published_by, 1, length(:worker) + 1) = :worker || '/')
+AND (delivered.seq, delivered.replays) > (:seq, :replays)
+ORDER BY delivered.seq, delivered.replays LIMIT :limit
+
 -- name: history
 SELECT replay, state, at, attempts, published_by FROM oncebox_history
 WHERE seq = (SELECT seq FROM oncebox_event WHERE event_id = :event_id) ORDER BY replay;

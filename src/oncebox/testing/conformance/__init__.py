@@ -17,6 +17,7 @@ from .base import Conformance, DatabaseServer, needs
 from .claims import ClaimsConformance
 from .control import ControlConformance
 from .counts import CountsConformance
+from .deliveries import DeliveriesConformance
 from .leases import LeasesConformance
 from .lifecycle import LifecycleConformance
 from .lives import LivesConformance
@@ -39,6 +40,7 @@ class StoreCore(
     ClaimsConformance,
     LeasesConformance,
     SuspectsConformance,
+    DeliveriesConformance,
     OrderingConformance,
     OperationsConformance,
     CountsConformance,

@@ -1,0 +1,271 @@
+"""One batch, from claim to finalize: where the relay's guarantees live."""
+
+import logging
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from .. import clock, telemetry
+from ..errors import StoreUnavailable
+from ..event import Claim, Dead, Published, Released, Retry, Verdict
+from ..publishers.base import NOT_TRIED, Deadline, Outcome, Publisher
+from ..retry import Failure, Scope
+from ..stores.base import OutboxStore
+from .breaker import BROKER, Breaker
+from .calls import Calls
+from .heartbeat import Heartbeat
+from .settings import RelaySettings
+
+log = logging.getLogger(__name__)
+
+FINALIZE_PAUSE = 0.1  # seconds between tries to finalize, while the database is away and the lease holds
+
+AtStep = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one claim held, and what became of it."""
+
+    claims: Sequence[Claim]
+    claimed: float  # monotonic time when the claim's answer was in
+    published: list[Claim] = field(default_factory=list)
+    refused: int = 0
+    abandoned: bool = False
+
+    def acked_at(self) -> datetime:
+        """Now by the database's clock, as far as this process can tell: what passed since it said `claimed_at`."""
+        return self.claims[0].claimed_at + timedelta(seconds=clock.monotonic() - self.claimed)
+
+
+class Delivery:
+    """Takes events under a lease, gets them to the broker, and writes down what became of each.
+
+    A crash right after step
+    1  leaves the claim to its lease: the reaper returns the events as suspects, nothing was sent
+    2  likewise
+    3  likewise, and what the broker took is sent again: a duplicate, never a loss (LC-16)
+    4  likewise
+    5  nothing: it is written
+    """
+
+    def __init__(
+        self,
+        store: OutboxStore,
+        publisher: Publisher,
+        heartbeat: Heartbeat,
+        breaker: Breaker,
+        *,
+        worker: str,
+        in_flight: int,
+        at: AtStep = lambda _: None,
+    ) -> None:
+        self._store = store
+        self._publisher = publisher
+        self._heartbeat = heartbeat
+        self._breaker = breaker
+        self._worker = worker
+        self._calls = Calls(publisher, in_flight)
+        self._at = at
+
+    def close(self) -> None:
+        """End the threads that publish."""
+        self._calls.close()
+
+    def deliver(self, settings: RelaySettings, limit: int) -> Batch:
+        """Claim up to `limit` events and bring them to an end; none claimed: none was eligible."""
+        since = clock.monotonic()  # before the claim is sent: the lease surely holds so long from here
+        claims = self._store.claim(  # 1. the events are ours, for a lease
+            worker=self._worker,
+            limit=limit,
+            lease=settings.timing.lease,
+            budget=settings.budget,
+            bytes_max=settings.claim_bytes_max,
+        )
+        batch = Batch(claims, clock.monotonic())
+        if not claims:
+            return batch
+        deadline = Deadline(settings.timing.lease.total_seconds(), since=since)
+        token = claims[0].token
+        self._heartbeat.hold(token, deadline, settings.timing.lease, since)  # 2. and stay ours while we work
+        try:
+            self._at("claimed")
+            outcomes = self._publish(claims, deadline)  # 3. the broker has said what it took
+            self._at("published")
+            verdicts = self._judged(claims, outcomes, settings)  # 4. what becomes of each
+        except Exception:  # noqa: BLE001 - a publisher that raises is broken, perhaps by one of these events
+            self._give_up(batch)
+            return batch
+        finally:
+            self._heartbeat.drop(token)  # before it is finalized: a token that is done with is no lost lease
+        self._settle(batch, verdicts, deadline)  # 5. written down, shown the token
+        self._at("finalized")
+        telemetry.measure(telemetry.BATCH, clock.monotonic() - since, worker=self._worker)
+        return batch
+
+    def _give_up(self, batch: Batch) -> None:
+        """As if this process had died: the events come back as suspects, at last alone, and are charged then."""
+        batch.abandoned = True
+        telemetry.count(telemetry.ABANDONED, len(batch.claims), worker=self._worker)
+        log.exception(  # noqa: LOG004 - the caller is a handler
+            "%s: the publisher raised, which it must not; its %d events go back, to be tried in smaller batches",
+            self._worker,
+            len(batch.claims),
+        )
+        self._store.reap(worker=self._worker)
+
+    # --- 3 -----------------------------------------------------------------------------------------------------------
+
+    def _publish(self, claims: Sequence[Claim], deadline: Deadline) -> list[Outcome]:
+        """Publish what may go; a destination that failed lately is tried with one event before the others follow."""
+        if not self._breaker.open:
+            return self._noted(claims, self._calls.publish(claims, deadline))
+        outcomes: dict[int, Outcome] = {}
+        for wave in (self._probes(claims), claims):
+            held = {claim.event.ordering_key for claim in claims if outcomes.get(claim.seq) is not None}
+            going = list(self._going([claim for claim in wave if claim.seq not in outcomes], held))
+            answers = self._noted(going, self._calls.publish(going, deadline))
+            outcomes |= {claim.seq: answer for claim, answer in zip(going, answers, strict=True)}
+        return [outcomes.get(claim.seq, NOT_TRIED) for claim in claims]
+
+    def _probes(self, claims: Sequence[Claim]) -> list[Claim]:
+        """The first event for each destination that is not known to work, if nothing of its key comes before it."""
+        probes: dict[str, Claim] = {}
+        keys: set[str | None] = set()
+        for claim in claims:
+            destination = self._publisher.destination(claim.event)
+            key = claim.event.ordering_key
+            half_open = self._breaker.half_open(destination) or self._breaker.half_open(BROKER)
+            if half_open and destination not in probes and (key is None or key not in keys):
+                probes[destination] = claim
+            keys.add(key)
+        return list(probes.values())
+
+    def _going(self, claims: Iterable[Claim], held: set[str | None]) -> Iterator[Claim]:
+        """Those whose destination may be tried; what stays behind keeps the later events of its key behind too."""
+        now = clock.monotonic()
+        for claim in claims:
+            key = claim.event.ordering_key
+            destination = self._publisher.destination(claim.event)
+            if key is not None and key in held:
+                continue
+            if self._breaker.remaining(destination, now) or self._breaker.remaining(BROKER, now):
+                held.add(key)
+            else:
+                yield claim
+
+    def _noted(self, claims: Sequence[Claim], outcomes: list[Outcome]) -> list[Outcome]:
+        """Tell the breaker how the destinations did, each once: the broker's word on many events is one word."""
+        said: dict[str, bool] = {}
+        for claim, outcome in zip(claims, outcomes, strict=True):
+            if outcome is None or (isinstance(outcome, Failure) and outcome.scope is Scope.EVENT):
+                if self._breaker.open:
+                    said.setdefault(self._publisher.destination(claim.event), True)
+            elif isinstance(outcome, Failure):
+                broker = outcome.scope is Scope.BROKER
+                said[BROKER if broker else self._publisher.destination(claim.event)] = False
+        for destination, well in said.items():
+            self._note(destination, well)
+        return outcomes
+
+    def _note(self, destination: str, well: bool) -> None:
+        name = destination or "the broker"
+        if well:
+            if self._breaker.succeeded(destination):
+                log.info("%s takes events again", name)
+            return
+        pause = self._breaker.failed(destination, clock.monotonic(), random.random())  # noqa: S311 - no secret
+        telemetry.count(telemetry.PAUSED, worker=self._worker, destination=name)
+        log.warning("%s fails; no event is sent to it for %.1f s", name, pause.total_seconds())
+
+    # --- 4 -----------------------------------------------------------------------------------------------------------
+
+    def _judged(
+        self, claims: Sequence[Claim], outcomes: Sequence[Outcome], settings: RelaySettings
+    ) -> list[tuple[Claim, Verdict]]:
+        if not any(outcomes):
+            return [(claim, PUBLISHED) for claim in claims]
+        now = clock.monotonic()
+        return [
+            (claim, self._verdict(claim, outcome, settings, now))
+            for claim, outcome in zip(claims, outcomes, strict=True)
+        ]
+
+    def _verdict(self, claim: Claim, outcome: Outcome, settings: RelaySettings, now: float) -> Verdict:
+        if outcome is None:
+            return PUBLISHED
+        pause = max(
+            self._breaker.remaining(BROKER, now),
+            self._breaker.remaining(self._publisher.destination(claim.event), now),
+        )
+        if not isinstance(outcome, Failure):
+            return Released(pause)
+        telemetry.count(telemetry.FAILED, worker=self._worker, scope=outcome.scope)
+        policy = settings.policies.of(claim.event.event_type)
+        verdict = policy.judge(claim, outcome, now=claim.claimed_at, chance=random.random())  # noqa: S311 - no secret
+        if isinstance(verdict, Retry) and not verdict.charged:  # the destination's pause is the event's
+            return Retry(verdict.error, delay=pause, charged=False)
+        return verdict
+
+    # --- 5 -----------------------------------------------------------------------------------------------------------
+
+    def _settle(self, batch: Batch, verdicts: list[tuple[Claim, Verdict]], deadline: Deadline) -> None:
+        """A worker whose heartbeat failed finalizes nothing (LR-012); one that outlived its lease does not try."""
+        if deadline.lost or deadline.remaining() <= 0:
+            batch.abandoned = True
+            telemetry.count(telemetry.ABANDONED, len(batch.claims), worker=self._worker)
+            log.error(
+                "%s abandons %d events unfinalized: their lease is gone, and the reaper returns them; "
+                "what the broker took of them will be sent again (LR-012)",
+                self._worker,
+                len(batch.claims),
+            )
+            return
+        self._at("finalizing")
+        refused = {claim.seq for claim in self._finalize(verdicts, deadline)}
+        batch.refused = len(refused)
+        batch.published = [
+            claim for claim, verdict in verdicts if type(verdict) is Published and claim.seq not in refused
+        ]
+        self._count(batch, verdicts, refused)
+
+    def _finalize(self, verdicts: list[tuple[Claim, Verdict]], deadline: Deadline) -> list[Claim]:
+        """Try again while the database is away and the lease holds: what the broker took is then not sent again."""
+        unsure = False
+        while True:
+            try:
+                refused = self._store.finalize(verdicts)
+            except StoreUnavailable as error:
+                if deadline.remaining() <= FINALIZE_PAUSE:
+                    raise
+                log.warning("%s cannot finalize yet: %s", self._worker, error)
+                unsure = True
+                clock.sleep(FINALIZE_PAUSE)
+            else:
+                return self._unwritten(refused) if unsure and refused else refused
+
+    def _unwritten(self, refused: list[Claim]) -> list[Claim]:
+        """When an answer was lost, the second finalize is refused; what the first one wrote is no refusal."""
+        written = self._store.delivered(refused)
+        return [claim for claim in refused if claim.seq not in written]
+
+    def _count(self, batch: Batch, verdicts: list[tuple[Claim, Verdict]], refused: set[int]) -> None:
+        telemetry.count(telemetry.CLAIMED, len(batch.claims), worker=self._worker)
+        telemetry.count(telemetry.PUBLISHED, len(batch.published), worker=self._worker)
+        if len(batch.published) < len(verdicts):
+            kept = [verdict for claim, verdict in verdicts if claim.seq not in refused]
+            telemetry.count(telemetry.RELEASED, sum(isinstance(one, Released) for one in kept), worker=self._worker)
+            telemetry.count(telemetry.DIED, sum(isinstance(one, Dead) for one in kept), worker=self._worker)
+        if refused:
+            telemetry.count(telemetry.REFUSED, len(refused), worker=self._worker)
+            log.error(
+                "%s: the finalize of %d of %d events was refused: their lease was lost, somebody else has them "
+                "(LR-003); what the broker took of them will be sent again",
+                self._worker,
+                len(refused),
+                len(batch.claims),
+            )
+
+
+PUBLISHED = Published()

@@ -1,0 +1,155 @@
+"""Holds the leases of one worker, and looks out for orders, in a thread and on a connection of its own."""
+
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+from uuid import UUID
+
+from .. import clock, telemetry
+from ..config import Control
+from ..errors import OnceboxError
+from ..publishers.base import Deadline
+from ..stores.base import LEASE_RENEWALS, OutboxStore, Worker
+
+log = logging.getLogger(__name__)
+
+REAPER_KIND = "reaper"
+REAPER_SILENCE_MAX = 3  # intervals of a reaper without a sign of life, then it counts as gone
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What the control rows said when they were last read."""
+
+    control: Control = field(default_factory=Control)
+    stopping: bool = False  # the relay that this worker belongs to is shutting down, or gone
+    reaper: bool = True  # somebody reaps (LR-020)
+
+
+@dataclass(slots=True)
+class _Lease:
+    deadline: Deadline
+    length: timedelta
+    renewed: float  # monotonic time from before the claim or the last renewal was sent
+    ends: float  # no renewal reaches beyond (LR-051)
+
+
+class Heartbeat:
+    """Renews what is held well before it expires (LR-010), and reads the control rows a few times a second.
+
+    Renewal and sign of life are one statement. When it fails, or the store says that a lease is lost, the deadlines of
+    the leases end at once: publishing stops and nothing is finalized (LR-012). When the database hangs instead, they
+    run out by themselves, for they count from before each renewal was sent.
+    """
+
+    def __init__(
+        self,
+        store: OutboxStore,
+        worker: str,
+        *,
+        interval: timedelta,
+        look: timedelta,
+        relay: str | None = None,
+    ) -> None:
+        self._store = store
+        self._worker = worker
+        self._relay = relay
+        self._interval = interval
+        self._look = look.total_seconds()
+        self._leases: dict[UUID, _Lease] = {}
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"heartbeat of {worker}", daemon=True)
+        self._alive_at = clock.monotonic()
+        self.orders = Orders()
+
+    def __enter__(self) -> Self:
+        self.look()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(timeout=self._interval.total_seconds())
+
+    def hold(self, token: UUID, deadline: Deadline, length: timedelta, since: float) -> None:
+        """Keep this lease alive from now on."""
+        ends = since + LEASE_RENEWALS * length.total_seconds()
+        with self._lock:
+            self._leases[token] = _Lease(deadline, length, since, ends)
+
+    def drop(self, token: UUID) -> None:
+        """The lease is done with."""
+        with self._lock:
+            self._leases.pop(token, None)
+
+    def look(self) -> Orders:
+        """Read the control rows now."""
+        control = self._store.control()
+        workers = self._store.workers()
+        stopping = self._relay is not None and not any(worker.worker_id == self._relay for worker in workers)
+        self.orders = Orders(control, stopping, any(map(reaps, workers)))
+        if stopping:
+            with self._lock:
+                for lease in self._leases.values():
+                    lease.deadline.stop()
+        return self.orders
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._look):
+            self.beat()
+
+    def beat(self) -> None:
+        """One turn: renew what is due, then look out for orders."""
+        now = clock.monotonic()
+        with self._lock:
+            due = {token: lease for token, lease in self._leases.items() if self._due(lease, now)}
+        if due or now - self._alive_at >= self._interval.total_seconds():
+            self._renew(due)
+        try:
+            self.look()
+        except OnceboxError as error:
+            log.warning("%s cannot read the control rows: %s", self._worker, error)
+
+    def _due(self, lease: _Lease, now: float) -> bool:
+        beat = min(self._interval, lease.length / 4).total_seconds()
+        return not lease.deadline.lost and now - lease.renewed >= beat - self._look
+
+    def _renew(self, due: dict[UUID, _Lease]) -> None:
+        """The longest lease is asked for: no store lets a renewal reach beyond three leases of its claim."""
+        before = clock.monotonic()
+        length = max((lease.length for lease in due.values()), default=self._interval)
+        try:
+            lost = self._store.renew(worker=self._worker, tokens=list(due), lease=length)
+        except OnceboxError as error:
+            self._lose(due, f"the heartbeat failed: {error}")
+            return
+        self._alive_at = before
+        self._lose(lost, "the store refused the renewal")
+        for token in due.keys() - lost:
+            lease = due[token]
+            lease.renewed = before
+            lease.deadline.extend(min(before + length.total_seconds(), lease.ends))
+
+    def _lose(self, tokens: Iterable[UUID], why: str) -> None:
+        """What was dropped meanwhile is done with, and no loss."""
+        with self._lock:
+            leases = [self._leases[token] for token in tokens if token in self._leases]
+        for lease in leases:
+            lease.deadline.lose()
+            telemetry.count(telemetry.HEARTBEAT_FAILED, worker=self._worker)
+            log.error("%s lost a lease, and stops publishing under it: %s (LR-012)", self._worker, why)
+
+
+def reaps(worker: Worker) -> bool:
+    """Whether this is a reaper that has been heard of lately."""
+    if worker.kind != REAPER_KIND or worker.silent_for is None:
+        return False
+    interval = timedelta(seconds=float(worker.details.get("interval", 10)))
+    return worker.silent_for < REAPER_SILENCE_MAX * interval + timedelta(seconds=1)

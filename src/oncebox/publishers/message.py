@@ -50,22 +50,36 @@ def headers_of(claim: Claim) -> dict[str, str]:
     can have written, is left out.
     """
     event = claim.event
-    own = event.headers
-    headers = {EVENT_ID: str(event.event_id), EVENT_TYPE: event.event_type, CONTENT_TYPE: event.content_type}
-    if claim.replays:
-        headers[REPLAY] = str(claim.replays)
-    traced = False
+    own = own_headers(event)
+    return assembled(str(event.event_id), event.event_type, event.content_type, claim.replays, own)
+
+
+def assembled(
+    event_id: str, event_type: str, content_type: str, replays: int, own: Mapping[str, str]
+) -> dict[str, str]:
+    """All transport headers, from the parts in which a file or a stream entry keeps them."""
+    headers = {EVENT_ID: event_id, EVENT_TYPE: event_type}
+    if not own or not any(_folded(name) == CONTENT_TYPE for name in own):
+        headers[CONTENT_TYPE] = content_type
+    if replays:
+        headers[REPLAY] = str(replays)
+    if own:
+        headers.update(own)
+    return headers
+
+
+def own_headers(event: Event) -> Mapping[str, str]:
+    """The event's headers without reserved names, and its trace if they have none; mostly empty."""
+    own, metadata = event.headers, event.metadata
     if own:
         folded = [_folded(name) for name in own]
-        traced = TRACE_PARENT in folded
-        if CONTENT_TYPE in folded:
-            del headers[CONTENT_TYPE]
         if None in folded:
             own = {name: value for name, value in own.items() if _folded(name) is not None}
-        headers.update(own)
-    if event.metadata and not traced:
-        headers.update(trace_of(event.metadata))
-    return headers
+        if TRACE_PARENT in folded:
+            return own
+    if metadata and (trace := trace_of(metadata)):
+        return {**own, **trace}
+    return own
 
 
 @functools.lru_cache(maxsize=_REMEMBERED_MAX)

@@ -96,7 +96,7 @@ class PublisherBase:
         raise NotImplementedError(f"{type(self).__name__} needs a fixture `absent_url`, or `has_broker = False`")
 
     def received(self, url: str, destinations: Sequence[str]) -> list[Arrived]:
-        """Give what consumers get from these destinations by now: all of it, a key's events in the consumer's order."""
+        """Give all that consumers get from these destinations by now, the events of a key in their order."""
         raise NotImplementedError(f"{type(self).__name__} needs a method `received`")
 
     def prepare(self, url: str, destinations: Sequence[str]) -> None:

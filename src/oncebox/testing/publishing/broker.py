@@ -86,6 +86,27 @@ class BrokerConformance(PublisherBase):
         assert len(outcomes) == 5
         assert None not in outcomes
 
+    @requirement("LR-030")
+    @needs(has_broker=True)
+    def test_a_shutdown_waits_for_the_answer_to_what_was_sent(
+        self, own_broker: Broker, own_url: str, own_publisher: Publisher
+    ) -> None:
+        event_type = self.new_type(own_url, own_publisher)
+        given.publish(own_publisher, given.several(event_type, 1))
+        claims = given.several(event_type, 5)
+        own_broker.pause()
+        try:
+            deadline = given.long()
+            running = given.Running(own_publisher, claims, deadline)
+            deadline.stop()
+        finally:
+            own_broker.resume()
+        outcomes = running.outcomes()
+        arrived = given.ids(self.arrived(own_url, own_publisher, event_type))
+        assert given.failures(outcomes) == []
+        for claim, outcome in zip(claims, outcomes, strict=True):
+            assert (outcome is None) == (given.id_of(claim) in arrived)
+
     @requirement("LC-18", "LC-19")
     @needs(has_broker=True, durable=True)
     def test_a_broker_killed_in_the_middle_has_all_that_it_acknowledged(

@@ -20,7 +20,7 @@ class RepeatsConformance(PublisherBase):
         given.publish(publisher, [claim._replace(replays=2)])
         arrived = self.arrived(url, publisher, event_type)
         assert given.ids(arrived) == [given.id_of(claim)] * 3
-        assert [one.headers.get("oncebox-replay") for one in arrived] == [None, "1", "2"]
+        assert sorted(one.headers.get("oncebox-replay", "0") for one in arrived) == ["0", "1", "2"]
 
     @requirement("LC-16")
     @needs(deduplicates=False)
@@ -38,7 +38,7 @@ class RepeatsConformance(PublisherBase):
         claims = given.several(event_type, 50)
         given.publish(publisher, claims)
         given.publish(publisher, claims)
-        assert given.numbers(self.arrived(url, publisher, event_type)) == list(range(50))
+        assert sorted(given.numbers(self.arrived(url, publisher, event_type))) == list(range(50))
 
     @requirement("LC-16")
     @needs(deduplicates=True)
@@ -70,7 +70,7 @@ class RepeatsConformance(PublisherBase):
         for replays in (0, 1, 1, 0, 2, 1):
             given.publish(publisher, [claim._replace(replays=replays)])
         arrived = self.arrived(url, publisher, event_type)
-        assert [one.headers.get("oncebox-replay", "0") for one in arrived] == ["0", "1", "2"]
+        assert sorted(one.headers.get("oncebox-replay", "0") for one in arrived) == ["0", "1", "2"]
 
     @needs(deduplicates=True)
     def test_several_that_publish_the_same_events_at_once_leave_one_of_each(

@@ -1,0 +1,334 @@
+"""`valkey://`, `redis://`, and with TLS `valkeys://`, `rediss://`: events as entries of streams, each at most once.
+
+One atomic script call for each part of a batch (`valkey.lua`) looks for duplicates, adds what is new, and stops a
+stream and a key at their first error. The page docs/reference/publishers.md has every option and its bounds.
+"""
+
+import json
+import threading
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import redis
+
+from ..errors import PublisherUnavailable
+from ..event import Claim, Event
+from ..retry import Failure, Scope
+from .base import NOT_TRIED, Deadline, Guarantees, Outcome, Publisher
+from .message import PublisherUrl, assembled, key_of, own_headers
+from .valkey_wire import Silent, Wire, argument
+
+PORT = 6379
+DATABASES_MAX = 1_000_000
+PARTITIONS_MAX = 1024
+DEDUP_DEFAULT = timedelta(hours=1)
+DEDUP_MAX = timedelta(days=7)
+SLICES = 4  # parts of the window, each a set that expires as a whole
+REPLICAS_MAX = 100
+CHUNK_EVENTS = 500  # of one script call: while it runs, the server serves nobody else
+CHUNK_BYTES = 1 << 20
+CHECK_SECONDS = 10.0
+_SCRIPT = argument(b"EVAL") + argument(Path(__file__).with_suffix(".lua").read_bytes()) + argument(b"0")
+_NO_KEY = argument(b"0")
+_EMPTY = argument(b"")
+_OF_A_STREAM = frozenset({"WRONGTYPE", "NOPERM"})  # the other errors are the whole server's
+_BROKEN = (redis.RedisError, Silent, OSError)
+
+
+class ValkeyPublisher(Publisher):
+    """Adds each event to the stream that its type is routed to, in one of its partitions."""
+
+    guarantees = Guarantees(deduplicates=True)
+
+    def __init__(self, url: PublisherUrl) -> None:
+        self._shown = url.shown
+        self._route = url.route()
+        self._partitions = url.number("partitions", 1, least=1, most=PARTITIONS_MAX)
+        self._replicas = url.number("wait", 0, least=1, most=REPLICAS_MAX)
+        window = url.duration("dedup", DEDUP_DEFAULT, least=timedelta(0), most=DEDUP_MAX)
+        width = -(-round(window.total_seconds() * 1000) // SLICES)
+        maxlen = url.number("maxlen", 0, least=1, most=2**53)
+        self._prefix = b"".join(argument(b"%d" % number) for number in (width, SLICES, maxlen))
+        self._pool = _Pool(url)
+        url.done()
+
+    @classmethod
+    def open(cls, url: str) -> Self:
+        """Read the URL; the first publish connects."""
+        return cls(PublisherUrl(url))
+
+    def destination(self, event: Event) -> str:
+        """The stream's name, without its partition."""
+        return self._route(event.event_type)
+
+    def stream(self, event: Event) -> str:
+        """The very stream: `orders`, or of several partitions `orders.3`, by the CRC-32 of the key.
+
+        An event without a key goes by its id, so that a second attempt finds the first.
+        """
+        if self._partitions == 1:
+            return self._route(event.event_type)
+        key = key_of(event) or str(event.event_id)
+        return f"{self._route(event.event_type)}.{zlib.crc32(key.encode()) % self._partitions}"
+
+    def publish(self, claims: Sequence[Claim], deadline: Deadline) -> list[Outcome]:
+        """Add the events chunk by chunk; the next chunk is packed while the server works on this one."""
+        batch = _Batch(claims)
+        if not claims or deadline.over:
+            return batch.outcomes
+        wire: Wire | None = None
+        try:
+            wire = self._pool.take(deadline)
+            self._send(batch, wire, deadline)
+            if self._replicas:
+                self._await_replicas(batch, wire, deadline)
+        except _BROKEN as error:
+            self._pool.drop(wire)
+            batch.fail(error)
+        else:
+            self._pool.give_back(wire)
+        return batch.outcomes
+
+    def _send(self, batch: "_Batch", wire: Wire, deadline: Deadline) -> None:
+        chunks = self._chunks(batch, wire.value_max)
+        chunk = next(chunks, None)
+        while chunk is not None and not deadline.over:
+            chunk = batch.sendable(chunk)
+            batch.flying = chunk.places
+            wire.send(chunk.pieces(self._prefix), deadline)
+            following = next(chunks, None)
+            batch.note(chunk, wire.answer(deadline))
+            chunk = following
+
+    def _chunks(self, batch: "_Batch", value_max: int) -> Iterator["_Chunk"]:
+        """The batch in parts that are small enough to hold the server up for a moment only."""
+        chunk, size = _Chunk(), 0
+        for place, claim in enumerate(batch.claims):
+            if batch.stops(place, claim):
+                continue
+            if len(claim.event.payload) > value_max:
+                batch.refuse(place, f"{len(claim.event.payload):,} bytes; the server takes {value_max:,} at most")
+                continue
+            try:
+                body = self._packed(batch, chunk, claim)
+            except UnicodeEncodeError as error:
+                batch.refuse(place, f"cannot be written in UTF-8: {error}")
+                continue
+            chunk.places.append(place)
+            chunk.bodies.append(body)
+            size += len(body)
+            if len(chunk.places) >= CHUNK_EVENTS or size >= CHUNK_BYTES:
+                yield chunk
+                chunk, size = _Chunk(), 0
+        if chunk.places:
+            yield chunk
+
+    def _packed(self, batch: "_Batch", chunk: "_Chunk", claim: Claim) -> bytes:
+        """The ten values of an event, as the script reads them."""
+        event = claim.event
+        own, key, replays = own_headers(event), key_of(event), claim.replays
+        return b"".join(
+            (
+                argument(b"%d" % chunk.number(self.stream(event))),
+                _NO_KEY if event.ordering_key is None else argument(b"%d" % batch.number(event.ordering_key)),
+                argument(event.event_id.bytes + b"%d" % replays if replays else event.event_id.bytes),
+                argument(str(event.event_id).encode()),
+                argument(event.event_type.encode()),
+                argument(event.content_type.encode()),
+                argument(event.payload),
+                _EMPTY if key is None else argument(key.encode()),
+                argument(json.dumps(dict(own)).encode()) if own else _EMPTY,
+                argument(b"%d" % replays) if replays else _EMPTY,
+            )
+        )
+
+    def _await_replicas(self, batch: "_Batch", wire: Wire, deadline: Deadline) -> None:
+        """Ask until when the replicas have it; what they have not may be lost with the primary."""
+        batch.flying = [place for place, outcome in enumerate(batch.outcomes) if outcome is None]
+        if batch.flying:
+            patience = b"%d" % max(1, int(deadline.remaining() * 1000))
+            reached = wire.ask(b"WAIT", b"%d" % self._replicas, patience, deadline=deadline)
+            if reached < self._replicas:
+                raise redis.ResponseError(f"only {reached} of {self._replicas} replicas have it")
+
+    def check(self) -> str:
+        """The server's kind, version and durability."""
+        deadline = Deadline(CHECK_SECONDS)
+        wire: Wire | None = None
+        try:
+            wire = self._pool.take(deadline)
+            return f"{self._shown}: {_about(wire, deadline)}"
+        except _BROKEN as error:
+            raise PublisherUnavailable(f"{self._shown}: {error}") from error
+        finally:
+            self._pool.drop(wire)
+
+    def close(self) -> None:
+        """Close every idle connection; one that is in use closes when its call ends."""
+        self._pool.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._shown!r})"
+
+
+class _Chunk:
+    """What one script call adds: places in the batch, each with its packed values, and the streams they go to."""
+
+    __slots__ = ("bodies", "places", "streams")
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+        self.bodies: list[bytes] = []
+        self.streams: dict[str, int] = {}
+
+    def number(self, stream: str) -> int:
+        """The number of a stream within this call, from 1."""
+        return self.streams.setdefault(stream, len(self.streams) + 1)
+
+    def pieces(self, prefix: bytes) -> list[bytes]:
+        """The command as it goes over the wire."""
+        count = 3 + 3 + 1 + len(self.streams) + 10 * len(self.bodies)
+        streams = b"".join(argument(stream.encode()) for stream in self.streams)
+        head = b"*%d\r\n%b%b%b%b" % (count, _SCRIPT, prefix, argument(b"%d" % len(self.streams)), streams)
+        return [b"".join((head, *self.bodies))]
+
+
+class _Batch:
+    """One publish call: its outcomes so far, and where its keys have stopped."""
+
+    def __init__(self, claims: Sequence[Claim]) -> None:
+        self.claims = claims
+        self.outcomes: list[Outcome] = [NOT_TRIED] * len(claims)
+        self.flying: Sequence[int] = range(len(claims))  # whose fate an error decides; before the first: all
+        self._stopped: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
+
+    def number(self, key: str) -> int:
+        """The number of an ordering key, from 1."""
+        return self._numbers.setdefault(key, len(self._numbers) + 1)
+
+    def stops(self, place: int, claim: Claim) -> bool:
+        """Whether an earlier event of its key has failed (LC-18)."""
+        if not self._stopped or claim.event.ordering_key is None:
+            return False
+        return self._stopped.get(claim.event.ordering_key, place) < place
+
+    def refuse(self, place: int, problem: str) -> None:
+        """No retry can help this event."""
+        self._end(place, Failure(f"event {self.claims[place].event.event_id}: {problem}", Scope.EVENT, permanent=True))
+
+    def sendable(self, chunk: _Chunk) -> _Chunk:
+        """The chunk without those whose key has stopped since it was packed."""
+        if self._stopped:
+            kept = [number for number, place in enumerate(chunk.places) if not self.stops(place, self.claims[place])]
+            chunk.bodies = [chunk.bodies[number] for number in kept]
+            chunk.places = [chunk.places[number] for number in kept]
+        return chunk
+
+    def note(self, chunk: _Chunk, problems: Sequence[Any]) -> None:
+        """Write down the script's answer: all is well, but for these."""
+        for place in chunk.places:
+            self.outcomes[place] = None
+        for number, text in zip(problems[::2], problems[1::2], strict=True):
+            place = chunk.places[number]
+            if text:
+                self._end(place, _refusal(text.decode(errors="replace"), self.claims[place].event))
+            else:
+                self.outcomes[place] = NOT_TRIED
+        self.flying = ()
+
+    def fail(self, error: Exception) -> None:
+        """The broker is gone, or its answer is: nobody knows what became of what was under way."""
+        failure = Failure(f"valkey: {error}" if str(error) else f"valkey: {type(error).__name__}", Scope.BROKER)
+        for place in self.flying:
+            if not isinstance(self.outcomes[place], Failure):
+                self.outcomes[place] = failure
+
+    def _end(self, place: int, failure: Failure) -> None:
+        self.outcomes[place] = failure
+        key = self.claims[place].event.ordering_key
+        if key is not None:
+            self._stopped.setdefault(key, place)
+
+
+class _Pool:
+    """Connections that nobody uses at the moment."""
+
+    def __init__(self, url: PublisherUrl) -> None:
+        self._tls = url.scheme in {"valkeys", "rediss"}
+        self._settings = _settings(url, self._tls)
+        self._lock = threading.Lock()
+        self._idle: list[Wire] = []
+        self._closed = False
+
+    def take(self, deadline: Deadline) -> Wire:
+        """A connection that works, as far as one can tell without asking."""
+        while True:
+            with self._lock:
+                wire = self._idle.pop() if self._idle else None
+            if wire is None:
+                return Wire(self._settings, self._tls, deadline)
+            if not wire.stale:
+                return wire
+            wire.close()
+
+    def give_back(self, wire: Wire) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(wire)
+                return
+        wire.close()
+
+    def drop(self, wire: Wire | None) -> None:
+        if wire is not None:
+            wire.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for wire in idle:
+            wire.close()
+
+
+def headers_from(entry: Mapping[bytes, bytes]) -> dict[str, str]:
+    """The transport headers of a stream entry: the opposite of what this publisher writes, for its consumers."""
+    own = json.loads(entry.get(b"headers", b"{}"))
+    event_id, event_type, content_type = (
+        entry[name].decode() for name in (b"event_id", b"event_type", b"content_type")
+    )
+    return assembled(event_id, event_type, content_type, int(entry.get(b"replay", b"0")), own)
+
+
+def _settings(url: PublisherUrl, tls: bool) -> dict[str, Any]:
+    """What the client needs to connect."""
+    database = url.path.strip("/") or "0"
+    if not url.host or not (database.isdecimal() and int(database) <= DATABASES_MAX):
+        raise url.wrong("names no server and database; write valkey://host:6379/0")
+    settings: dict[str, Any] = {"host": url.host, "port": url.port(PORT), "db": int(database)}
+    settings |= {"username": url.user or None, "password": url.password}
+    if tls:
+        settings["ssl_ca_certs"] = url.text("tls_ca", None)
+        settings["ssl_certfile"] = url.text("tls_cert", None)
+        settings["ssl_keyfile"] = url.text("tls_key", None)
+    return settings
+
+
+def _refusal(error: str, event: Event) -> Failure:
+    """What a command within the script said about its stream."""
+    scope = Scope.DESTINATION if error.partition(" ")[0] in _OF_A_STREAM else Scope.BROKER
+    return Failure(f"stream for {event.event_type}: {error}", scope)
+
+
+def _about(wire: Wire, deadline: Deadline) -> str:
+    try:
+        answer = wire.ask(b"INFO", b"server", deadline=deadline)
+    except redis.ResponseError:  # INFO is not for everybody
+        wire.ask(b"PING", deadline=deadline)
+        return "answers"
+    told = dict(line.split(":", 1) for line in answer.decode().splitlines() if ":" in line)
+    kind = "Valkey" if "valkey_version" in told else "Redis"
+    return f"{kind} {told.get('valkey_version') or told.get('redis_version', 'of an unknown version')}"

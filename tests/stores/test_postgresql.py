@@ -105,6 +105,31 @@ def test_the_database_refuses_headers_that_no_broker_could_carry(by_hand: psycop
         by_hand.execute(f"insert into oncebox.event (event_type, payload, {columns})")
 
 
+@pytest.mark.requirement("EM-05", "EM-12", "EM-13")
+@pytest.mark.parametrize(
+    ("column", "limit"), [("event_type", 255), ("content_type", 255), ("ordering_key", 512), ("partition_key", 512)]
+)
+def test_the_database_refuses_a_name_beyond_its_limits_and_says_which(
+    by_hand: psycopg.Connection, column: str, limit: int
+) -> None:
+    columns = dict.fromkeys(("event_type", column))
+    values = ", ".join("%(name)s" if name == column else "'t'" for name in columns)
+    insert = f"insert into oncebox.event (payload, {', '.join(columns)}) values ('', {values})"
+    by_hand.execute(insert, {"name": "é" * limit})
+    for name in ("", "é" * (limit + 1)):
+        with pytest.raises(psycopg.errors.CheckViolation, match=f"{column} has 1 to {limit} characters"):
+            by_hand.execute(insert, {"name": name})
+
+
+def test_one_event_that_breaks_a_rule_stops_all_of_its_statement(by_hand: psycopg.Connection) -> None:
+    with pytest.raises(psycopg.errors.CheckViolation, match="ordering_key"):
+        by_hand.execute(
+            "insert into oncebox.event (event_type, payload, ordering_key) "
+            "values ('t', '', 'k'), ('t', '', null), ('t', '', '')"
+        )
+    assert by_hand.execute("select count(*) from oncebox.outbox").fetchone() == (0,)
+
+
 def test_each_event_keeps_the_transaction_that_wrote_it(by_hand: psycopg.Connection) -> None:
     with by_hand.transaction():
         writer = by_hand.execute("select pg_current_xact_id()::text").fetchone()

@@ -18,7 +18,7 @@ demo: package ## run the small shop: orders and their events in one transaction,
 
 test: spark ## run every test against real servers, and write build/requirements.json and docs/conformance.md
 	@scripts/debian-packages pgbouncer=pgbouncer
-	@$(RUN) -m pytest -n $(JOBS) --dist worksteal --requirements $(REQUIREMENTS)
+	@$(RUN) -m pytest -n $(JOBS) --dist loadgroup --requirements $(REQUIREMENTS)
 	@$(RUN) -m oncebox.testing.requirements $(REQUIREMENTS) docs/requirements.md docs/conformance.md
 
 test-oldest-spark: spark ## run the tests of the Spark host on the oldest Spark that is supported

@@ -1,0 +1,193 @@
+"""One task of one shift: the relay's loop on an executor, for some seconds, handing out receipts."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+from pyspark import TaskContext
+
+from .. import clock
+from ..event import Claim, Event
+from ..publishers.base import Publisher
+from ..relay.breaker import Breaker
+from ..relay.delivery import Batch
+from ..relay.reaper import Reaper
+from ..relay.settings import RelaySettings
+from ..relay.worker import Parts, RelayWorker, new_worker_id
+from ..stores.base import Receipt
+from ..wiring import open_publisher, open_store
+
+log = logging.getLogger(__name__)
+
+COUNTS = pa.schema([("published_by", pa.string()), ("published", pa.int64())])
+RECEIPTS = pa.schema(
+    [
+        ("event_id", pa.string()),
+        ("event_type", pa.string()),
+        ("destination", pa.string()),
+        ("ordering_key", pa.string()),
+        ("partition_key", pa.string()),
+        ("created_at", pa.timestamp("us", tz="UTC")),
+        ("published_at", pa.timestamp("us", tz="UTC")),
+        ("published_by", pa.string()),
+        ("attempts", pa.int32()),
+        ("replays", pa.int32()),
+        ("seq", pa.int64()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shift:
+    """What every task of a query knows; it travels to the executors."""
+
+    store: str = field(repr=False)  # URLs may hold secrets: they are in no plan, log or message
+    to: str = field(repr=False)
+    settings: RelaySettings
+    relay_id: str
+    query: int
+    queries: int
+    tasks: int
+    length: timedelta
+    drain: bool
+    receipts: bool
+
+    def place(self, run: str, ticket: int, task: int) -> str:
+        """What names this piece of work in `claimed_by`, whoever does it and however often."""
+        return f"{run}/{self.query}.{ticket}.{task}"
+
+    def lasts(self, now: float) -> float:
+        """How many seconds a shift that begins at this time lasts: until this query's own place on a common grid.
+
+        So the queries stay staggered, and are never all in the pause between two shifts at once.
+        """
+        length = self.length.total_seconds()
+        rest = length - (now - length * self.query / self.queries) % length
+        return rest if rest >= length / 2 else rest + length
+
+
+class Ticket(NamedTuple):
+    """A row of the ticket stream."""
+
+    run: str
+    ticket: int
+    task: int
+    again: bool
+
+
+def run_shift(shift: Shift, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """What `mapInArrow` calls: each ticket becomes a bounded run of the relay's loop, and its receipts."""
+    for batch in batches:
+        for row in batch.to_pylist():
+            yield from _work(shift, Ticket(**row))
+
+
+def _work(shift: Shift, ticket: Ticket) -> Iterator[pa.RecordBatch]:
+    parts = _parts(shift)
+    place = shift.place(ticket.run, ticket.ticket, ticket.task)
+    context = TaskContext.get()
+    if ticket.again or (context is not None and context.attemptNumber() > 0):
+        yield from _predecessors(shift, parts, f"{shift.settings.name}/{place}")
+    worker_id = new_worker_id(shift.settings.name, place)
+    until = clock.monotonic() + shift.lasts(clock.now().timestamp())
+    with RelayWorker(
+        parts, shift.settings, worker_id=worker_id, relay=shift.relay_id, siblings=shift.queries * shift.tasks
+    ) as worker:
+        for batch in worker.run(until=until, drain=shift.drain):
+            if batch.published:
+                yield _receipts(batch, parts.publisher) if shift.receipts else _counts(worker_id, len(batch.published))
+
+
+def _predecessors(shift: Shift, parts: Parts, place: str) -> Iterator[pa.RecordBatch]:
+    """Free what former attempts at this ticket held, if they are dead; then hand out what they delivered.
+
+    The rows that an attempt had yielded are gone with it, though their events are PUBLISHED.
+    """
+    reaper = Reaper(parts.store, interval=shift.settings.timing.reaper_interval)
+    reaper.bury([worker for worker in parts.store.workers() if worker.worker_id.startswith(f"{place}/")])
+    if not shift.receipts:
+        return
+    last: Receipt | None = None
+    while page := parts.store.receipts(place, after=last):
+        yield _columns([_old_row(one, parts.publisher) for one in page])
+        last = page[-1]
+
+
+# --- what an executor keeps from one shift to the next ----------------------------------------------------------------
+
+_kept: dict[tuple[str, str], Parts] = {}
+
+
+def _parts(shift: Shift) -> Parts:
+    key = (shift.store, shift.to)
+    if key not in _kept:
+        settings = shift.settings
+        _kept[key] = Parts(
+            store=open_store(shift.store),
+            heartbeat_store=open_store(shift.store),
+            publisher=open_publisher(shift.to),
+            breaker=Breaker(settings.pause_min, settings.pause_max),
+        )
+    return _kept[key]
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _counts(worker_id: str, number: int) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pydict({"published_by": [worker_id], "published": [number]}, schema=COUNTS)
+
+
+def _receipts(batch: Batch, publisher: Publisher) -> pa.RecordBatch:
+    at = batch.acked_at()
+    return _columns([_new_row(claim, publisher, at) for claim in batch.published])
+
+
+def _new_row(claim: Claim, publisher: Publisher, at: datetime) -> tuple[Any, ...]:
+    event = claim.event
+    return (
+        str(event.event_id),
+        event.event_type,
+        publisher.destination(event),
+        event.ordering_key,
+        event.partition_key,
+        event.created_at,
+        at,
+        claim.claimed_by,
+        claim.attempts,
+        claim.replays,
+        claim.seq,
+    )
+
+
+def _old_row(receipt: Receipt, publisher: Publisher) -> tuple[Any, ...]:
+    event = Event(
+        event_id=receipt.event_id,
+        event_type=receipt.event_type,
+        payload=b"",
+        created_at=receipt.created_at,
+        ordering_key=receipt.ordering_key,
+        partition_key=receipt.partition_key,
+    )
+    return (
+        str(event.event_id),
+        event.event_type,
+        publisher.destination(event),
+        event.ordering_key,
+        event.partition_key,
+        event.created_at,
+        receipt.published_at,
+        receipt.published_by,
+        receipt.attempts,
+        receipt.replays,
+        receipt.seq,
+    )
+
+
+def _columns(rows: list[tuple[Any, ...]]) -> pa.RecordBatch:
+    columns = zip(*rows, strict=True)
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, RECEIPTS, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=RECEIPTS)

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
@@ -63,6 +62,7 @@ class RelayWorker:
         self.worker_id = worker_id
         self._relay = relay
         self._rate = Rate(clock.monotonic())
+        self._reaped = True
         self._heartbeat = Heartbeat(
             parts.heartbeat_store,
             worker_id,
@@ -123,8 +123,7 @@ class RelayWorker:
         look = self._settings.look.total_seconds()
         if orders.control.paused:
             return look
-        if not orders.reaper:
-            log.error("no reaper is alive: nothing is claimed until one is; start `oncebox reap` (LR-020)")
+        if self._blind(orders):
             return look
         pause = self._parts.breaker.remaining(BROKER, clock.monotonic())
         if pause:
@@ -132,6 +131,14 @@ class RelayWorker:
         if not self._limit(orders):
             return look / 10
         return None
+
+    def _blind(self, orders: Orders) -> bool:
+        """Whether nobody reaps; said once each time that it begins."""
+        began = not orders.reaper and self._reaped
+        self._reaped = orders.reaper
+        if began:
+            log.error("no reaper is alive: nothing is claimed until one is; start `oncebox reap` (LR-020)")
+        return not orders.reaper
 
     def _limit(self, orders: Orders) -> int:
         """How many events the next claim may take."""
@@ -150,9 +157,3 @@ class RelayWorker:
             return None
         self._rate.used(len(batch.claims))
         return batch
-
-
-def lease_of(details: dict[str, object], default: timedelta) -> timedelta:
-    """The lease that a worker signed on with."""
-    seconds = details.get("lease")
-    return timedelta(seconds=float(seconds)) if isinstance(seconds, int | float) else default

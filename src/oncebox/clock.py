@@ -8,11 +8,19 @@ import os
 import struct
 import threading
 import time
+from collections import deque
+from collections.abc import Iterable
 from datetime import UTC, datetime
+from itertools import repeat
 from uuid import UUID, SafeUUID
 
 _id_lock = threading.Lock()
 _id_last = 0
+# Past `UUID.__init__`, whose questions about its arguments take longer than all the rest of an id.
+_new = object.__new__
+_set_number = UUID.__dict__["int"].__set__
+_set_safety = UUID.__dict__["is_safe"].__set__
+_SAFETY = SafeUUID.unknown
 
 
 def now() -> datetime:
@@ -32,14 +40,24 @@ def sleep(seconds: float) -> None:
 
 def uuid7() -> UUID:
     """A new UUIDv7: globally unique and, within this process, strictly growing (EM-04)."""
-    return uuid7s(1)[0]
+    new = _new(UUID)
+    _set_number(new, _number(_reserve(1), int.from_bytes(os.urandom(8), "big")))
+    _set_safety(new, _SAFETY)
+    return new
 
 
 def uuid7s(count: int) -> list[UUID]:
     """`count` new UUIDv7 in growing order; one lock and one read of entropy for all of them."""
     first = _reserve(count)
     noise = struct.unpack(f"!{count}Q", os.urandom(8 * count))
-    return [_uuid7(tick, chance) for tick, chance in zip(range(first, first + count), noise, strict=True)]
+    ids = list(map(_new, repeat(UUID, count)))
+    _exhaust(map(_set_number, ids, map(_number, range(first, first + count), noise)))
+    _exhaust(map(_set_safety, ids, repeat(_SAFETY)))
+    return ids
+
+
+def _exhaust(steps: Iterable[None]) -> None:
+    deque(steps, maxlen=0)
 
 
 def _reserve(count: int) -> int:
@@ -55,13 +73,7 @@ def _reserve(count: int) -> int:
     return first
 
 
-def _uuid7(tick: int, chance: int) -> UUID:
-    """48 bits of milliseconds, 12 of their fraction, 62 of chance (RFC 9562, method 3).
-
-    Past `UUID.__init__`, whose questions about its arguments take longer than all the rest.
-    """
-    new = object.__new__(UUID)
-    low = 0x8000_0000_0000_0000 | chance & 0x3FFF_FFFF_FFFF_FFFF
-    object.__setattr__(new, "int", (tick >> 12 & 0xFFFF_FFFF_FFFF) << 80 | (0x7000 | tick & 0xFFF) << 64 | low)
-    object.__setattr__(new, "is_safe", SafeUUID.unknown)
-    return new
+def _number(tick: int, chance: int) -> int:
+    """48 bits of milliseconds, 12 of their fraction, 62 of chance (RFC 9562, method 3)."""
+    high = (tick >> 12 & 0xFFFF_FFFF_FFFF) << 16 | 0x7000 | tick & 0xFFF
+    return high << 64 | 0x8000_0000_0000_0000 | chance & 0x3FFF_FFFF_FFFF_FFFF

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any, NamedTuple
 from uuid import UUID
 
 from ..clock import uuid7, uuid7s
 from ..errors import DuplicateEvent, InvalidEvent
 from ..event import (
+    BYTES_TYPE,
     CONTENT_TYPE_MAX,
     EVENT_TYPE_MAX,
     KEY_MAX,
@@ -32,7 +32,7 @@ BATCH_EVENTS_MAX = 10_000  # of a batch cut from an iterator, and of one bulk st
 BATCH_BYTES_MAX = 16 * 1024 * 1024  # of payload, likewise; one event alone may be larger
 METADATA_BYTES_MAX = 65_536
 _NIL = UUID(int=0)
-Encoded = tuple[bytes, str]  # a payload, and its content type
+Column = Sequence[Any]
 
 
 class Draft(NamedTuple):
@@ -48,6 +48,13 @@ class Draft(NamedTuple):
     available_at: datetime | None = None
     event_id: UUID | None = None
     content_type: str | None = None
+
+
+class Encoded(NamedTuple):
+    """Payloads as bytes, and what says what they are; both lists have one entry for each event."""
+
+    payload: Sequence[bytes]
+    content_type: Sequence[str]
 
 
 class Row(NamedTuple):
@@ -116,13 +123,12 @@ class Checker:
         event_type, given, key, partition_key, headers, metadata, delay, start, event_id, content_type = draft
         payload, own_type = self._payload(given, None)
         _check_type(event_type)
-        for field, value, limit in (
-            ("key", key, KEY_MAX),
-            ("partition_key", partition_key, KEY_MAX),
-            ("content_type", content_type, CONTENT_TYPE_MAX),
-        ):
-            if value is not None:
-                check_name(field, value, limit)
+        if key is not None:
+            check_name("key", key, KEY_MAX)
+        if partition_key is not None:
+            check_name("partition_key", partition_key, KEY_MAX)
+        if content_type is not None:
+            check_name("content_type", content_type, CONTENT_TYPE_MAX)
         return Row(
             uuid7() if event_id is None else _check_id(event_id),
             event_type,
@@ -137,23 +143,26 @@ class Checker:
             event_id is not None,
         )
 
-    def _whole(self, drafts: list[Draft]) -> tuple[list[Draft], list[Encoded]]:
-        return drafts, [self._payload(draft[1], place) for place, draft in enumerate(drafts)]
+    def _whole(self, drafts: list[Draft]) -> tuple[list[Draft], Encoded]:
+        given = [draft[1] for draft in drafts]
+        if set(map(type, given)) == {bytes} and max(map(len, given)) <= self.payload_max:  # then nothing is to be done
+            return drafts, Encoded(given, [BYTES_TYPE] * len(given))
+        return drafts, _encoded([self._payload(value, place) for place, value in enumerate(given)])
 
-    def _pieces(self, drafts: Iterator[Draft]) -> Iterator[tuple[list[Draft], list[Encoded]]]:
+    def _pieces(self, drafts: Iterator[Draft]) -> Iterator[tuple[list[Draft], Encoded]]:
         piece: list[Draft] = []
-        encoded: list[Encoded] = []
+        encoded: list[tuple[bytes, str]] = []
         size = 0
         for place, draft in enumerate(drafts):
             piece.append(draft)
             encoded.append(self._payload(draft[1], place))
             size += len(encoded[-1][0])
             if len(piece) == BATCH_EVENTS_MAX or size >= BATCH_BYTES_MAX:
-                yield piece, encoded
+                yield piece, _encoded(encoded)
                 piece, encoded, size = [], [], 0
-        yield piece, encoded
+        yield piece, _encoded(encoded)
 
-    def _payload(self, value: Any, place: int | None) -> Encoded:
+    def _payload(self, value: Any, place: int | None) -> tuple[bytes, str]:
         try:
             encoded = self.encoder.payload(value)
             if len(encoded[0]) > self.payload_max:
@@ -162,21 +171,21 @@ class Checker:
             raise _placed(error, place) from error.__cause__
         return encoded
 
-    def _batch(
-        self, drafts: Sequence[Draft], encoded: Sequence[Encoded], annotation: Mapping[str, Any], first: int
-    ) -> Batch:
+    def _batch(self, drafts: Sequence[Draft], encoded: Encoded, annotation: Mapping[str, Any], first: int) -> Batch:
         try:
             return self._checked(drafts, encoded, annotation)
         except InvalidEvent:
-            for place, pair in enumerate(zip(drafts, encoded, strict=True)):  # one by one, now that one is wrong
+            for place, (draft, *pair) in enumerate(zip(drafts, *encoded, strict=True)):  # one by one, as one is wrong
                 try:
-                    self._checked(pair[:1], pair[1:], annotation)
+                    self._checked([draft], _encoded([pair]), annotation)
                 except InvalidEvent as error:
                     raise _placed(error, first + place) from error.__cause__
             raise
 
-    def _checked(self, drafts: Sequence[Draft], encoded: Sequence[Encoded], annotation: Mapping[str, Any]) -> Batch:
-        types, _, keys, partition_keys, headers, metadata, delays, starts, ids, content_types = _columns(drafts)
+    def _checked(self, drafts: Sequence[Draft], encoded: Encoded, annotation: Mapping[str, Any]) -> Batch:
+        types, _, keys, partition_keys, headers, metadata, delays, starts, ids, content_types = zip(
+            *drafts, strict=True
+        )
         for event_type in _distinct(types):
             _check_type(event_type)
         _check_names("key", keys, KEY_MAX)
@@ -186,8 +195,8 @@ class Checker:
         return Batch(
             event_id=_filled(ids, given),
             event_type=types,
-            payload=[pair[0] for pair in encoded],
-            content_type=_content_types(content_types, encoded),
+            payload=encoded.payload,
+            content_type=_content_types(content_types, encoded.content_type),
             ordering_key=keys,
             partition_key=partition_keys,
             headers=self._headers(headers),
@@ -197,7 +206,7 @@ class Checker:
             given_ids=given,
         )
 
-    def _headers(self, column: list[Any]) -> list[str | None]:
+    def _headers(self, column: Column) -> Sequence[str | None]:
         if _absent(column):
             return column
         seen: dict[Any, str] = {}
@@ -223,7 +232,7 @@ class Checker:
             annotation["trace"] = trace
         return annotation
 
-    def _metadata(self, annotation: Mapping[str, Any], column: list[Any]) -> list[str | None]:
+    def _metadata(self, annotation: Mapping[str, Any], column: Column) -> list[str | None]:
         if _absent(column):
             return [self._metadata_text(annotation, None)] * len(column)
         return [self._metadata_text(annotation, own) for own in column]
@@ -267,8 +276,8 @@ def _draft_of(event: object, place: int) -> Draft:
     raise InvalidEvent("events", f"number {place} is {type(event).__name__}; give oncebox.Draft(type, payload, …)")
 
 
-def _columns(drafts: Sequence[Draft]) -> list[list[Any]]:
-    return [list(map(itemgetter(place), drafts)) for place in range(len(Draft._fields))]
+def _encoded(pairs: Sequence[Sequence[Any]]) -> Encoded:
+    return Encoded([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
 
 def _distinct(column: Sequence[Any]) -> Iterable[Any]:
@@ -290,7 +299,7 @@ def _check_type_text(event_type: str) -> None:
     NewEvent(event_id=_NIL, event_type=event_type, payload=b"")
 
 
-def _check_names(field: str, column: list[Any], limit: int) -> None:
+def _check_names(field: str, column: Column, limit: int) -> None:
     if _absent(column):
         return
     for value in _distinct(column):
@@ -303,18 +312,18 @@ def _check_mapping(field: str, value: object) -> None:
         raise InvalidEvent(field, f"is {type(value).__name__}; give a mapping")
 
 
-def _absent(column: list[Any]) -> bool:
+def _absent(column: Column) -> bool:
     """Whether nobody gave anything: so it is most of the time, and then there is nothing to do for each."""
     return column.count(None) == len(column)
 
 
-def _content_types(chosen: list[str | None], encoded: Sequence[Encoded]) -> list[str]:
+def _content_types(chosen: Column, own: Sequence[str]) -> Sequence[str]:
     if _absent(chosen):
-        return [pair[1] for pair in encoded]
-    return [mine or pair[1] for mine, pair in zip(chosen, encoded, strict=True)]
+        return own
+    return [given or its for given, its in zip(chosen, own, strict=True)]
 
 
-def _check_ids(column: list[Any]) -> list[UUID]:
+def _check_ids(column: Column) -> list[UUID]:
     """The ids that callers chose."""
     if _absent(column):
         return []
@@ -342,7 +351,7 @@ def _filled(ids: Sequence[UUID | None], given: Sequence[UUID]) -> Sequence[UUID]
     return [next(following) if event_id is None else event_id for event_id in ids]
 
 
-def _starts(delays: list[Any], starts: list[Any]) -> list[datetime | None]:
+def _starts(delays: Column, starts: Column) -> Sequence[datetime | None]:
     """The times before which the events may not be claimed, in UTC."""
     if _absent(delays) and _absent(starts):
         return starts

@@ -1,6 +1,5 @@
 """`psycopg.Connection` and `psycopg.AsyncConnection`."""
 
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from psycopg import AsyncConnection, Connection, Error, pq
@@ -9,7 +8,7 @@ from psycopg.rows import tuple_row
 from ..errors import NotInTransaction, OnceboxError
 from . import failures
 from .copy import buffers
-from .plan import Ask, Planner, Rows, Step, drive, drive_async, finds, percent, unnest
+from .plan import Ask, Planner, Rows, Step, drive, drive_async, finds, percent, statement, unnest
 
 __all__ = ["AsyncConnection", "Connection", "perform", "perform_async", "run", "run_async"]
 
@@ -43,42 +42,56 @@ def _is_alone(connection: AnyConnection, allow_autocommit: bool) -> bool:
 
 def perform(connection: Connection[Any], step: Step) -> Rows:
     """One step, on any psycopg connection, SQLAlchemy's too."""
-    found: Rows = ()
-    with failures.translated(_failure), connection.cursor(row_factory=tuple_row) as cursor:
-        for part in _parts(connection, step):
-            if isinstance(part, Ask):
-                cursor.execute(percent(part.name), part.values)
-                found = cursor.fetchall() if finds(part) else ()
-                continue
-            with cursor.copy(percent("postgresql_copy")) as copy:
-                for buffer in buffers(part):
-                    copy.write(buffer)
-    return found
+    with _translated:
+        if isinstance(step, Ask):
+            return _ask(connection, step)
+        if not _copies(connection):
+            for part in unnest(step):
+                _ask(connection, part)
+            return ()
+        with connection.cursor() as cursor, cursor.copy(_COPY) as copy:
+            for buffer in buffers(step):
+                copy.write(buffer)
+    return ()
+
+
+def _ask(connection: Connection[Any], step: Ask) -> Rows:
+    query, ordered = percent(step.name)
+    cursor = connection.cursor(row_factory=tuple_row)
+    cursor.execute(query, ordered(step.values))
+    return cursor.fetchall() if finds(step) else ()
 
 
 async def perform_async(connection: AsyncConnection[Any], step: Step) -> Rows:
     """The same, awaited."""
-    found: Rows = ()
-    with failures.translated(_failure):
-        async with connection.cursor(row_factory=tuple_row) as cursor:
-            for part in _parts(connection, step):
-                if isinstance(part, Ask):
-                    await cursor.execute(percent(part.name), part.values)
-                    found = await cursor.fetchall() if finds(part) else ()
-                    continue
-                async with cursor.copy(percent("postgresql_copy")) as copy:
-                    for buffer in buffers(part):
-                        await copy.write(buffer)
-    return found
+    with _translated:
+        if isinstance(step, Ask):
+            return await _ask_async(connection, step)
+        if not _copies(connection):
+            for part in unnest(step):
+                await _ask_async(connection, part)
+            return ()
+        async with connection.cursor() as cursor, cursor.copy(_COPY) as copy:
+            for buffer in buffers(step):
+                await copy.write(buffer)
+    return ()
 
 
-def _parts(connection: AnyConnection, step: Step) -> Iterable[Step]:
+async def _ask_async(connection: AsyncConnection[Any], step: Ask) -> Rows:
+    query, ordered = percent(step.name)
+    cursor = connection.cursor(row_factory=tuple_row)
+    await cursor.execute(query, ordered(step.values))
+    return await cursor.fetchall() if finds(step) else ()
+
+
+def _copies(connection: AnyConnection) -> bool:
     """COPY does not work in pipeline mode, and ours is written in UTF-8; statements always work."""
-    if isinstance(step, Ask):
-        return (step,)
-    pipelined = connection.pgconn.pipeline_status != pq.PipelineStatus.OFF
-    return unnest(step) if pipelined or connection.info.encoding != "utf-8" else (step,)
+    return connection.pgconn.pipeline_status == pq.PipelineStatus.OFF and connection.info.encoding == "utf-8"
 
 
 def _failure(error: Exception) -> OnceboxError | None:
     return failures.from_postgresql(error, error.sqlstate) if isinstance(error, Error) else None
+
+
+_COPY = statement("postgresql_copy").encode()
+_translated = failures.Translated(_failure)

@@ -20,7 +20,7 @@ AsyncHandle = AsyncSession | AsyncConnection | async_scoped_session[Any]
 
 def run(handle: Handle, planner: Planner[T], *, allow_autocommit: bool) -> T:
     """Carry the plan out in the handle's transaction. Pending objects of a session are not flushed."""
-    with failures.translated(_failure):
+    with _translated:
         connection = _connection(handle)
         dialect = _dialect(connection)
         alone = _is_alone(connection, allow_autocommit)
@@ -70,7 +70,7 @@ def _commits_each_statement(connection: Connection) -> bool:
 
 
 def _perform(connection: Connection, step: Step) -> Rows:
-    with failures.translated(_failure):
+    with _translated:
         if isinstance(step, Ask):
             return _ask(connection, step)
         if connection.dialect.name == "sqlite":
@@ -118,3 +118,6 @@ def _failure(error: Exception) -> OnceboxError | None:
     if isinstance(error, exc.SQLAlchemyError):
         return StoreError(f"SQLAlchemy did not take the event: {error}")
     return None
+
+
+_translated = failures.Translated(_failure)

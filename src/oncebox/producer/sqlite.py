@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 def run(connection: sqlite3.Connection, planner: Planner[T], *, allow_autocommit: bool) -> T:
     """Carry the plan out in the connection's transaction; in the default mode an INSERT opens one if there is none."""
-    with failures.translated(_failure):
+    with _translated:
         alone = commits_each_statement(connection)
     if alone and not allow_autocommit:
         raise NotInTransaction(
@@ -34,7 +34,7 @@ def commits_each_statement(connection: sqlite3.Connection) -> bool:
 
 
 def _perform(connection: sqlite3.Connection, step: Step) -> Rows:
-    with failures.translated(_failure), closing(connection.cursor()) as cursor:
+    with _translated, closing(connection.cursor()) as cursor:
         cursor.row_factory = None  # whatever the caller's own is
         if isinstance(step, Ask):
             return cursor.execute(statement(step.name), step.values).fetchall()
@@ -44,3 +44,6 @@ def _perform(connection: sqlite3.Connection, step: Step) -> Rows:
 
 def _failure(error: Exception) -> OnceboxError | None:
     return failures.from_sqlite(error) if isinstance(error, sqlite3.Error) else None
+
+
+_translated = failures.Translated(_failure)

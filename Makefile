@@ -42,8 +42,8 @@ docs: dev ## write docs/conformance.md and docs/reference/cli.md, and check ever
 	@$(RUN) scripts/cli_reference.py
 	@$(RUN) scripts/links.py
 
-servers: dev ## start PostgreSQL and Valkey, print their URLs, stop them on Ctrl-C
-	@exec $(RUN) -m oncebox.testing.servers
+servers: dev ## start PostgreSQL, Valkey and, where there is Java, Kafka; print their URLs, stop them on Ctrl-C
+	@exec $(RUN) -m oncebox.testing.servers --kafka
 
 lock: package ## write requirements/*.lock anew from requirements/*.in
 	@$(PYTHON) scripts/environment.py lock

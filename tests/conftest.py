@@ -5,10 +5,14 @@ Tests that kill, stop or pause a server start their own.
 
 import os
 from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from oncebox.testing.servers import MissingProgram, PgBouncer, PostgreSQL, Valkey
+
+if TYPE_CHECKING:  # its client takes a while to load, and most tests need none
+    from oncebox.testing.kafka import Kafka
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +40,15 @@ def pgbouncer(postgresql: PostgreSQL) -> Iterator[PgBouncer]:
 def valkey() -> Iterator[Valkey]:
     """A Valkey server for tests that leave it alive; they choose keys of their own."""
     with Valkey() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def kafka() -> Iterator["Kafka"]:
+    """A Kafka broker for tests that leave it alive; they create topics of their own."""
+    from oncebox.testing.kafka import Kafka
+
+    with Kafka() as server:
         yield server
 
 

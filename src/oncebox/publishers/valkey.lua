@@ -2,16 +2,18 @@
 -- call or nothing of it, and nobody else's call comes between the question "is it there?" and the answer.
 --
 -- ARGV: width of a slice in ms (0: no duplicates are looked for), number of slices, maxlen (0: none), number of streams,
--- the streams' names; then for each event ten values: stream (its number), ordering key (a number, 0: none), identity,
--- event_id, event_type, content_type, payload, key, headers, replays ('' : absent).
+-- the streams' names; then for each event: stream (its number), ordering key (a number, 0: none), identity, how many
+-- values follow, and these: the fields of its entry, each a name and a value.
 --
 -- Returns what did not go well, flat: place of the event, its error ('' : not tried, an earlier event of its key
 -- failed). So nothing, when all is well.
-local VALUES = 10
-local OPTIONAL = { 'key', 'headers', 'replay' }
 local width, slices, maxlen, streams = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
-local first = 4 + streams
-local count = (#ARGV - first) / VALUES
+local events = {} -- where the values of each begin
+local at = 5 + streams
+while ARGV[at] do
+    events[#events + 1] = at
+    at = at + 4 + ARGV[at + 3]
+end
 
 local now, slice = 0, 0
 if width > 0 then
@@ -52,42 +54,31 @@ local known, broken, undone = {}, {}, {}
 if width > 0 then
     local identities = {}
     for stream = 1, streams do identities[stream], undone[stream] = {}, {} end
-    for place = 0, count - 1 do
-        local at = first + place * VALUES
-        local there = identities[tonumber(ARGV[at + 1])]
-        there[#there + 1] = ARGV[at + 3]
+    for _, from in ipairs(events) do
+        local there = identities[tonumber(ARGV[from])]
+        there[#there + 1] = ARGV[from + 2]
     end
     for stream = 1, streams do
         known[stream], broken[stream] = unseen(ARGV[4 + stream], identities[stream])
     end
 end
 
-local function add(stream, at)
-    local fields = {
-        'event_id', ARGV[at + 4], 'event_type', ARGV[at + 5], 'content_type', ARGV[at + 6], 'payload', ARGV[at + 7],
-    }
-    for place, name in ipairs(OPTIONAL) do
-        local value = ARGV[at + 7 + place]
-        if value ~= '' then
-            fields[#fields + 1] = name
-            fields[#fields + 1] = value
-        end
-    end
-    if maxlen == '0' then return redis.pcall('XADD', stream, '*', unpack(fields)) end
-    return redis.pcall('XADD', stream, 'MAXLEN', '~', maxlen, '*', unpack(fields))
+local function add(stream, from)
+    local last = from + 3 + ARGV[from + 3]
+    if maxlen == '0' then return redis.pcall('XADD', stream, '*', unpack(ARGV, from + 4, last)) end
+    return redis.pcall('XADD', stream, 'MAXLEN', '~', maxlen, '*', unpack(ARGV, from + 4, last))
 end
 
 local problems, stopped = {}, {}
-for place = 0, count - 1 do
-    local at = first + place * VALUES
-    local stream, key, identity = tonumber(ARGV[at + 1]), ARGV[at + 2], ARGV[at + 3]
+for place, from in ipairs(events) do
+    local stream, key, identity = tonumber(ARGV[from]), ARGV[from + 1], ARGV[from + 2]
     local problem = nil
     if key ~= '0' and stopped[key] then
         problem = ''
     elseif broken[stream] then
         problem = broken[stream]
     elseif not (known[stream] and known[stream][identity]) then
-        local answer = add(ARGV[4 + stream], at)
+        local answer = add(ARGV[4 + stream], from)
         if answer.err then
             broken[stream] = answer.err
             problem = answer.err
@@ -96,7 +87,7 @@ for place = 0, count - 1 do
         end
     end
     if problem then
-        problems[#problems + 1] = place
+        problems[#problems + 1] = place - 1
         problems[#problems + 1] = problem
         if key ~= '0' then stopped[key] = true end
         if known[stream] and not known[stream][identity] then

@@ -4,6 +4,7 @@ One atomic script call for each part of a batch (`valkey.lua`) looks for duplica
 stream and a key at their first error. The page docs/reference/publishers.md has every option and its bounds.
 """
 
+import functools
 import json
 import threading
 import zlib
@@ -31,9 +32,11 @@ REPLICAS_MAX = 100
 CHUNK_EVENTS = 500  # of one script call: while it runs, the server serves nobody else
 CHUNK_BYTES = 1 << 20
 CHECK_SECONDS = 10.0
+_REMEMBERED_MAX = 10_000
 _SCRIPT = argument(b"EVAL") + argument(Path(__file__).with_suffix(".lua").read_bytes()) + argument(b"0")
 _NO_KEY = argument(b"0")
-_EMPTY = argument(b"")
+_KEY, _HEADERS, _REPLAY = argument(b"key"), argument(b"headers"), argument(b"replay")
+_EVENT_ID = argument(b"event_id") + b"$36\r\n"
 _OF_A_STREAM = frozenset({"WRONGTYPE", "NOPERM"})  # the other errors are the whole server's
 _BROKEN = (redis.RedisError, Silent, OSError)
 
@@ -127,22 +130,32 @@ class ValkeyPublisher(Publisher):
             yield chunk
 
     def _packed(self, batch: "_Batch", chunk: "_Chunk", claim: Claim) -> bytes:
-        """The ten values of an event, as the script reads them."""
+        """An event as the script reads it: stream, key and identity by number, then the fields of its entry."""
         event = claim.event
         own, key, replays = own_headers(event), key_of(event), claim.replays
-        return b"".join(
-            (
-                argument(b"%d" % chunk.number(self.stream(event))),
-                _NO_KEY if event.ordering_key is None else argument(b"%d" % batch.number(event.ordering_key)),
-                argument(event.event_id.bytes + b"%d" % replays if replays else event.event_id.bytes),
-                argument(str(event.event_id).encode()),
-                argument(event.event_type.encode()),
-                argument(event.content_type.encode()),
-                argument(event.payload),
-                _EMPTY if key is None else argument(key.encode()),
-                argument(json.dumps(dict(own)).encode()) if own else _EMPTY,
-                argument(b"%d" % replays) if replays else _EMPTY,
-            )
+        identity, event_id, payload = event.event_id.bytes, str(event.event_id), event.payload
+        count, more = 8, b""
+        if key is not None:
+            count, more = count + 2, _KEY + argument(key.encode())
+        if own:
+            count, more = count + 2, more + _HEADERS + argument(json.dumps(dict(own)).encode())
+        if replays:
+            identity += b"%d" % replays
+            count, more = count + 2, more + _REPLAY + argument(b"%d" % replays)
+        chunk.values.append(4 + count)
+        return b"%b%b$%d\r\n%b\r\n$%d\r\n%d\r\n%b%b%b$%d\r\n%b\r\n%b" % (
+            chunk.number(self.stream(event)),
+            _NO_KEY if event.ordering_key is None else argument(b"%d" % batch.number(event.ordering_key)),
+            len(identity),
+            identity,
+            1 if count < 10 else 2,
+            count,
+            _EVENT_ID,
+            event_id.encode(),
+            _described(event.event_type, event.content_type),
+            len(payload),
+            payload,
+            more,
         )
 
     def _await_replicas(self, batch: "_Batch", wire: Wire, deadline: Deadline) -> None:
@@ -177,22 +190,26 @@ class ValkeyPublisher(Publisher):
 class _Chunk:
     """What one script call adds: places in the batch, each with its packed values, and the streams they go to."""
 
-    __slots__ = ("bodies", "places", "streams")
+    __slots__ = ("_streams", "bodies", "places", "values")
 
     def __init__(self) -> None:
         self.places: list[int] = []
         self.bodies: list[bytes] = []
-        self.streams: dict[str, int] = {}
+        self.values: list[int] = []
+        self._streams: dict[str, bytes] = {}
 
-    def number(self, stream: str) -> int:
-        """The number of a stream within this call, from 1."""
-        return self.streams.setdefault(stream, len(self.streams) + 1)
+    def number(self, stream: str) -> bytes:
+        """The number of a stream within this call, from 1, as a value of it."""
+        found = self._streams.get(stream)
+        if found is None:
+            found = self._streams[stream] = argument(b"%d" % (len(self._streams) + 1))
+        return found
 
     def pieces(self, prefix: bytes) -> list[bytes]:
         """The command as it goes over the wire."""
-        count = 3 + 3 + 1 + len(self.streams) + 10 * len(self.bodies)
-        streams = b"".join(argument(stream.encode()) for stream in self.streams)
-        head = b"*%d\r\n%b%b%b%b" % (count, _SCRIPT, prefix, argument(b"%d" % len(self.streams)), streams)
+        count = 3 + 3 + 1 + len(self._streams) + sum(self.values)
+        streams = b"".join([argument(stream.encode()) for stream in self._streams])
+        head = b"*%d\r\n%b%b%b%b" % (count, _SCRIPT, prefix, argument(b"%d" % len(self._streams)), streams)
         return [b"".join((head, *self.bodies))]
 
 
@@ -225,6 +242,7 @@ class _Batch:
         if self._stopped:
             kept = [number for number, place in enumerate(chunk.places) if not self.stops(place, self.claims[place])]
             chunk.bodies = [chunk.bodies[number] for number in kept]
+            chunk.values = [chunk.values[number] for number in kept]
             chunk.places = [chunk.places[number] for number in kept]
         return chunk
 
@@ -292,6 +310,13 @@ class _Pool:
             idle, self._idle = self._idle, []
         for wire in idle:
             wire.close()
+
+
+@functools.lru_cache(maxsize=_REMEMBERED_MAX)
+def _described(event_type: str, content_type: str) -> bytes:
+    """What comes between the id and the payload; the same for most events."""
+    fields = (b"event_type", event_type.encode(), b"content_type", content_type.encode(), b"payload")
+    return b"\r\n" + b"".join([argument(field) for field in fields])
 
 
 def headers_from(entry: Mapping[bytes, bytes]) -> dict[str, str]:

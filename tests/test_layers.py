@@ -32,7 +32,7 @@ CONTRACTS = ("stores.base", "publishers.base")
 
 # A driver or a client is imported in the files that bear its name, and nowhere else, not even late.
 DRIVERS = {
-    "sqlite3": ("stores/sqlite*.py", "producer/sqlite.py"),
+    "sqlite3": ("stores/sqlite*.py", "producer/sqlite.py", "publishers/file.py"),
     "psycopg": ("stores/postgresql*.py", "producer/psycopg.py"),
     "psycopg_pool": ("stores/postgresql*.py",),
     "sqlalchemy": ("producer/sqlalchemy.py",),

@@ -2,16 +2,20 @@
 
 import difflib
 import os
+import re
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from .config import STORE_DEFAULT, STORE_VARIABLE
-from .errors import UnknownPublisher, UnknownStore, UsageError
+from .errors import InvalidSetting, UnknownPublisher, UnknownStore, UsageError
 from .publishers.base import Publisher
 from .stores.base import OutboxStore, hidden_password
 
 STORE_GROUP = "oncebox.stores"
 PUBLISHER_GROUP = "oncebox.publishers"
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def store_url(given: str | None = None) -> str:
@@ -21,7 +25,7 @@ def store_url(given: str | None = None) -> str:
 
 def open_store(url: str | None = None, *, check_schema: bool = True) -> OutboxStore:
     """Open the store that `url` names; its scheme picks the class, ours or a stranger's."""
-    url = store_url(url)
+    url = resolved(store_url(url))
     return store_class(url).open(url, check_schema=check_schema)
 
 
@@ -33,7 +37,33 @@ def store_class(url: str) -> type[OutboxStore]:
 
 def open_publisher(url: str) -> Publisher:
     """Open the publisher that `url` names; its scheme picks the class, ours or a stranger's."""
+    url = resolved(url)
     return publisher_class(url).open(url)
+
+
+def anchored(url: str) -> str:
+    """The URL of a SQLite file as every process of this machine reads it, wherever it was started."""
+    scheme, found, rest = url.partition(":///")
+    path, question, options = rest.partition("?")
+    if not found or scheme != "sqlite" or path.startswith("/"):
+        return url
+    return f"{scheme}:///{quote(str(Path(unquote(path)).absolute()))}{question}{options}"
+
+
+def resolved(url: str) -> str:
+    """The URL with each `${NAME}` read from the environment of this process, and quoted as a part of a URL.
+
+    So a secret is where it is used: on an executor, and in no plan, log or command line.
+    """
+    return _VARIABLE.sub(_value, url)
+
+
+def _value(match: re.Match[str]) -> str:
+    if match[1] not in os.environ:
+        raise InvalidSetting(
+            f"{match[0]} stands in a URL, and the environment has no {match[1]}: set it, also on executors"
+        )
+    return quote(os.environ[match[1]], safe="")
 
 
 def publisher_class(url: str) -> type[Publisher]:

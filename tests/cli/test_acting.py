@@ -288,11 +288,11 @@ def test_pause_and_resume_are_settings_that_every_relay_sees(cli: Cli, store: Ou
 @pytest.mark.requirement("LR-002")
 @pytest.mark.usefixtures("store")
 def test_settings_are_shown_changed_and_taken_back(cli: Cli) -> None:
-    changed = cli("settings", "on_dead=skip", "lease=90s", "claim-max=500", "rate_max=600/m", "--json").json
+    changed = cli("relay-config", "on_dead=skip", "lease=90s", "claim-max=500", "rate_max=600/m", "--json").json
     assert changed == {"paused": False, "on_dead": "skip", "lease_seconds": 90.0, "claim_max": 500, "rate_max": 10.0}
-    assert cli("settings", "--json").json == changed
-    assert "90s" in cli("settings").out
-    assert cli("settings", "lease=default", "on_dead=default", "--json").json == changed | {
+    assert cli("relay-config", "--json").json == changed
+    assert "90s" in cli("relay-config").out
+    assert cli("relay-config", "lease=default", "on_dead=default", "--json").json == changed | {
         "lease_seconds": None,
         "on_dead": "block",
     }

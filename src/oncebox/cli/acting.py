@@ -228,10 +228,10 @@ def resume(call: Call) -> int:
     return _set_control(call, "resume", {"paused": False})
 
 
-def settings(call: Call) -> int:
-    """`settings`."""
+def relay_config(call: Call) -> int:
+    """`relay-config`."""
     if call.args.changes:
-        return _set_control(call, "settings", dict(call.args.changes))
+        return _set_control(call, "relay-config", dict(call.args.changes))
     with call.operations() as operations:
         _show_control(call, operations.control())
     return OK

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 from ..errors import DuplicateEvent, OnceboxError, UsageError
 from ..stores.base import hidden_password
 from ..wiring import store_url
-from . import acting, looking, words
+from . import acting, doctor, looking, relaying, words
 from .call import FAILED, INTERRUPTED, MISUSED, OK, Call, Refused
 from .parser import WrongUse, parse
 from .tables import Screen
@@ -35,7 +35,10 @@ RUN: Mapping[str, Callable[[Call], int]] = {
     "audit": looking.audit,
     "pause": acting.pause,
     "resume": acting.resume,
-    "settings": acting.settings,
+    "relay-config": acting.relay_config,
+    "relay": relaying.relay,
+    "reap": relaying.reap,
+    "doctor": doctor.doctor,
     "readers": acting.readers,
     "verify": looking.verify,
 }

@@ -159,6 +159,49 @@ def _settings(parser: Parser) -> None:
     _audited(parser)
 
 
+def _relay(parser: Parser) -> None:
+    to = "where the events go: file:///dir, stdout:, valkey://…, kafka://…; ${NAME} is read from the environment"
+    parser.add_argument("--to", metavar="URL", required=True, help=to)
+    for name, metavar, kind, text in (
+        ("--name", "NAME", str, "the relay's name, in worker ids and logs (default: relay)"),
+        ("--config", "FILE", str, "a TOML file with the relay's settings; what is given here comes before it"),
+        ("--master", "URL", str, "the Spark master (default: the one that spark-submit gave, else local[*])"),
+        ("--queries", "N", values.count, "staggered queries (default: 2)"),
+        ("--tasks", "N", values.count, "tasks of each query (default: 1)"),
+        ("--shift", "TIME", values.duration, "how long a micro-batch lasts (default: 10s)"),
+        ("--receipts", "FORMAT:PATH", str, "keep a row for each delivery, like parquet:/var/lib/shop/receipts"),
+        ("--checkpoint", "PATH", str, "where Spark keeps its own notes (default: beside the receipts, or temporary)"),
+        ("--lease", "TIME", values.duration, "how long a claim lasts unless it is renewed (default: 30s)"),
+        ("--heartbeat", "TIME", values.duration, "how often leases are renewed: below a third of the lease"),
+        ("--reaper-interval", "TIME", values.duration, "how often expired claims are looked for (default: 10s)"),
+        ("--shutdown-timeout", "TIME", values.duration, "how long a shutdown may take: at most the lease"),
+        ("--claim-max", "N", values.count, "events in one claim (default: 1000)"),
+        ("--claim-bytes-max", "N", values.count, "bytes of payload in one claim (default: 64 MiB)"),
+        ("--in-flight", "N", values.count, "publish calls at once, by each worker (default: 10)"),
+        ("--rate-max", "N/s", values.rate, "at most so many events a second, all workers together"),
+        ("--failures-max", "N", values.count, "failures of its own after which an event is DEAD (default: 10)"),
+    ):
+        parser.add_argument(name, metavar=metavar, type=kind, help=text)
+    parser.add_argument("--drain", action="store_true", help="end once nothing is eligible, with exit code 0")
+    parser.add_argument(
+        "--no-reaper", action="store_true", help="`oncebox reap` runs elsewhere; without one, nothing is claimed"
+    )
+
+
+def _reap(parser: Parser) -> None:
+    interval = "how often expired claims are looked for (default: 10s)"
+    parser.add_argument("--interval", metavar="TIME", type=values.duration, help=interval)
+    parser.add_argument("--once", action="store_true", help="look once, and end")
+
+
+def _doctor(parser: Parser) -> None:
+    parser.add_argument("--to", metavar="URL", help="also ask this broker, as `oncebox relay --to` names it")
+    parser.add_argument("--config", metavar="FILE", help="also check these relay settings against the store's")
+    parser.add_argument(
+        "--no-spark", action="store_true", help="no relay runs on this machine: do not look for Spark and Java"
+    )
+
+
 def _readers(parser: Parser) -> None:
     parser.add_argument("--forget", metavar="NAME", help="strike this reader off, so that prune waits for it no longer")
     _asks(parser)
@@ -304,7 +347,7 @@ _IN_ORDER: Sequence[Command] = (
         arguments=_audited,
     ),
     Command(
-        name="settings",
+        name="relay-config",
         summary="show or change what relays obey at run time",
         description="Show the settings that every relay of this store obeys at its next look, or change them:\n"
         "  on_dead    block (a DEAD event holds back its key) or skip\n"
@@ -312,11 +355,40 @@ _IN_ORDER: Sequence[Command] = (
         "  claim_max  events in one claim\n"
         "  rate_max   events a second, like 500/s",
         examples=(
-            "oncebox settings",
-            "oncebox settings on_dead=skip lease=60s --why 'slow webhooks'",
-            "oncebox settings lease=default",
+            "oncebox relay-config",
+            "oncebox relay-config on_dead=skip lease=60s --why 'slow webhooks'",
+            "oncebox relay-config lease=default",
         ),
         arguments=_settings,
+    ),
+    Command(
+        name="relay",
+        summary="publish events, until stopped",
+        description="Take events under leases and get them to a broker, on Spark: local[*] by default, any master, or "
+        "under spark-submit. A first SIGTERM or Ctrl-C lets it finish what is in flight, a second one ends it at once.",
+        examples=(
+            "oncebox relay --to file:///var/lib/shop/events",
+            "oncebox relay --store postgresql://shop@db/shop --to kafka://broker:9092",
+            "oncebox relay --to valkey://:${VALKEY_PASSWORD}@cache:6379 --receipts parquet:/var/lib/shop/receipts",
+            "oncebox relay --to stdout: --drain",
+        ),
+        arguments=_relay,
+    ),
+    Command(
+        name="reap",
+        summary="return the claims of the dead, until stopped",
+        description="Return expired claims to PENDING, or to DEAD when their budget is spent. Each relay has a reaper "
+        "of its own unless it was started with --no-reaper.",
+        examples=("oncebox reap", "oncebox reap --interval 5s", "oncebox reap --once"),
+        arguments=_reap,
+    ),
+    Command(
+        name="doctor",
+        summary="look for what is wrong, and say what to do",
+        description="Look at the store, its schema, reapers and workers, at what waits and why, at the broker, at Java "
+        "and Spark, and at settings that contradict each other. Exit code 1 if anything is found.",
+        examples=("oncebox doctor", "oncebox doctor --to kafka://broker:9092 --config relay.toml"),
+        arguments=_doctor,
     ),
     Command(
         name="readers",

@@ -1,6 +1,7 @@
 """The relay's driver: staggered queries, a reaper, supervision, and a shutdown that neither loses nor repeats."""
 
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -25,7 +26,7 @@ from ..relay.reaper import Reaper
 from ..relay.settings import RelaySettings
 from ..relay.worker import RELAY_KIND
 from ..stores.base import OutboxStore, hidden_password
-from ..wiring import open_publisher, open_store, store_url
+from ..wiring import anchored, open_publisher, open_store, store_url
 from .shifts import COUNTS, RECEIPTS, Shift, run_shift
 from .tickets import FORMAT, TicketSource
 
@@ -78,6 +79,13 @@ class Plan:
             raise InvalidSetting(f"a shift of {self.shift}; give {SHIFT_MIN} to {SHIFT_MAX}")
 
 
+def master_for(plan: Plan) -> str | None:
+    """A local master with room for all tasks at once, where local[*] has too little and nobody has chosen another."""
+    wanted = plan.queries * plan.tasks
+    chosen = "PYSPARK_GATEWAY_PORT" in os.environ or "SPARK_CONF_DIR" in os.environ or "SPARK_HOME" in os.environ
+    return None if chosen or wanted <= (os.cpu_count() or 1) else f"local[{wanted}]"
+
+
 def relay(
     spark: SparkSession,
     *,
@@ -91,7 +99,7 @@ def relay(
     Both URLs are opened here once, so that what is wrong with them is said at once. `stop()` the handle, or use it as a
     context.
     """
-    started = SparkRelay(spark, store_url(store), to, settings or RelaySettings(), plan or Plan())
+    started = SparkRelay(spark, anchored(store_url(store)), to, settings or RelaySettings(), plan or Plan())
     started.start()
     return started
 

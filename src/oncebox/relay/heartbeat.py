@@ -18,6 +18,7 @@ from ..stores.base import LEASE_RENEWALS, OutboxStore, Worker
 log = logging.getLogger(__name__)
 
 REAPER_KIND = "reaper"
+LEASE_SHARE = 4  # a lease is renewed after this part of it at the latest (LR-011)
 REAPER_SILENCE_MAX = 3  # intervals of a reaper without a sign of life, then it counts as gone
 
 
@@ -102,8 +103,14 @@ class Heartbeat:
         return self.orders
 
     def _run(self) -> None:
-        while not self._ended.wait(self._look):
+        while not self._ended.wait(self._pause):
             self.beat()
+
+    @property
+    def _pause(self) -> float:
+        """Seconds until the next turn: an operator may have chosen a lease that is shorter than a few looks."""
+        lease = self.orders.control.lease
+        return self._look if lease is None else min(self._look, lease.total_seconds() / LEASE_SHARE / 2)
 
     def beat(self) -> None:
         """One turn: renew what is due, then look out for orders."""
@@ -118,8 +125,8 @@ class Heartbeat:
             log.warning("%s cannot read the control rows: %s", self._worker, error)
 
     def _due(self, lease: _Lease, now: float) -> bool:
-        beat = min(self._interval, lease.length / 4).total_seconds()
-        return not lease.deadline.lost and now - lease.renewed >= beat - self._look
+        beat = min(self._interval, lease.length / LEASE_SHARE).total_seconds()
+        return not lease.deadline.lost and now - lease.renewed >= beat - self._pause
 
     def _renew(self, due: dict[UUID, _Lease]) -> None:
         """The longest lease is asked for: no store lets a renewal reach beyond three leases of its claim."""

@@ -43,6 +43,10 @@ class RelaySettings:
             )
         if not timedelta(0) < self.look <= timedelta(seconds=1):
             raise InvalidSetting(f"look is {self.look}; give a time above 0, of at most a second")
+        if self.look > self.timing.heartbeat:
+            raise InvalidSetting(
+                f"look ({self.look}) must not exceed the heartbeat ({self.timing.heartbeat}), which it drives: LR-011"
+            )
         Control(rate_max=self.rate_max)  # the same bounds as for the row
 
     @property
@@ -55,7 +59,8 @@ class RelaySettings:
         """These settings as the control rows change them; the heartbeat keeps below a third of a shorter lease."""
         changed = {name: value for name in ("claim_max", "rate_max") if (value := getattr(control, name)) is not None}
         if control.lease is not None:
-            changed["timing"] = retimed(self.timing, control.lease)
+            changed["timing"] = timing = retimed(self.timing, control.lease)
+            changed["look"] = min(self.look, timing.heartbeat)
         return replace(self, **changed) if changed else self
 
 

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .conformance import StoreConformance, StoreCore
     from .publishing import Arrived, PublisherConformance
+    from .scripted import ScriptedPublisher
     from .written import OutboxEvents, WrittenEvent, WrittenEvents
 
 __all__ = [
     "Arrived",
     "OutboxEvents",
     "PublisherConformance",
+    "ScriptedPublisher",
     "StoreConformance",
     "StoreCore",
     "WrittenEvent",
@@ -25,6 +27,7 @@ _LATE = {
     "Arrived": "publishing",
     "OutboxEvents": "written",
     "PublisherConformance": "publishing",
+    "ScriptedPublisher": "scripted",
     "StoreConformance": "conformance",
     "StoreCore": "conformance",
     "WrittenEvent": "written",

@@ -2,7 +2,6 @@
 
 import os
 import socket
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +9,8 @@ from ..stores.base import Worker
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _PIDS = Path("/proc/self/ns/pid")
+_STARTTIME = 19  # among the fields of /proc/PID/stat that follow the program's name
+_REMAINS = {"Z", "X"}  # states of a process that has ended, and that nobody has waited for
 
 
 def this_process(worker_id: str, kind: str, **details: object) -> Worker:
@@ -29,14 +30,13 @@ def known_dead(worker: Worker) -> bool:
     A process that does not answer is not dead: it may wake up and publish. Of another machine nothing is known; its
     claims wait for their leases.
     """
-    if worker.details.get("machine") != machine() or machine() is None:
+    began = worker.details.get("born")
+    if began is None or worker.details.get("machine") != machine() or machine() is None:
         return False
-    return born(worker.pid) != worker.details.get("born")
-
-
-def the_dead(workers: Iterable[Worker]) -> list[Worker]:
-    """Those of them that are known to be dead."""
-    return [worker for worker in workers if known_dead(worker)]
+    fields = _stat(worker.pid)
+    if fields is None:
+        return not _exists(worker.pid)
+    return fields[0] in _REMAINS or fields[_STARTTIME] != began
 
 
 @cache
@@ -53,8 +53,24 @@ def born(pid: int) -> str | None:
 
     Process ids are used again; together with this they are not.
     """
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in _REMAINS else fields[_STARTTIME]
+
+
+def _stat(pid: int) -> list[str] | None:
+    """What /proc says of a process, from its state on; None if it says nothing."""
     try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if state in {"Z", "X"} else rest[18]
+
+
+def _exists(pid: int) -> bool:
+    """Whether there is such a process, though /proc may hide it (its mount option hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

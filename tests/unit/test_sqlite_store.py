@@ -29,7 +29,9 @@ from oncebox.errors import (
 )
 from oncebox.event import Claim, Dead, NewEvent, Published, Released, Retry, State, Verdict
 from oncebox.stores.base import Order, Query
-from oncebox.stores.sqlite import APPEND_ROWS, BUSY_TIMEOUT, KEY_SHARE, Location, SQLiteStore
+from oncebox.stores.sqlite import APPEND_ROWS, SQLiteStore
+from oncebox.stores.sqlite_delivery import KEY_SHARE
+from oncebox.stores.sqlite_file import BUSY_TIMEOUT, Location
 
 LEASE = timedelta(seconds=30)
 T = TypeVar("T")

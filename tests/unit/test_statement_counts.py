@@ -74,9 +74,10 @@ def test_on_sqlite_the_statements_of_a_call_do_not_grow_with_the_batch(tmp_path:
         assert len(many[call].statements) == len(few[call].statements) <= most, (call, many[call].statements)
 
 
-def test_on_sqlite_an_append_takes_one_statement_for_a_hundred_events(tmp_path: Path) -> None:
-    append = statements.on_sqlite(tmp_path / "outbox.db", MANY)["append"]
-    assert len(append.statements) <= MANY / 100 + 3
+@pytest.mark.parametrize("call", ["append", "add_many"])
+def test_on_sqlite_a_hundred_events_are_written_by_one_statement(tmp_path: Path, call: str) -> None:
+    counted = statements.on_sqlite(tmp_path / "outbox.db", MANY)
+    assert len(counted[call].statements) <= MANY / 100 + 3
 
 
 # --- what PostgreSQL reads -------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import re
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import cache
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
 from uuid import UUID
@@ -33,6 +34,7 @@ COLUMNS = (
 )
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MILLISECOND = timedelta(milliseconds=1)
+SQLITE_ROWS = 100  # an SQLite of any age takes 999 values in one statement
 _MILLISECONDS_MAX = 253_402_300_799_999  # the end of the year 9999
 _VALUE = re.compile(r"(?<!:):(\w+)")
 _COMMENT = re.compile(r"^--.*\n", re.MULTILINE)
@@ -217,7 +219,20 @@ def _milliseconds(duration: timedelta) -> int:
     return -(-duration // _MILLISECOND)
 
 
-def sqlite_rows(load: Load) -> Iterator[tuple[Any, ...]]:
+def sqlite_inserts(load: Load) -> Iterator[tuple[str, list[Any]]]:
+    """A batch as INSERTs of up to `SQLITE_ROWS` rows, and their values: fewer statements, and faster than one a row."""
+    rows = _sqlite_rows(load)
+    while part := [*islice(rows, SQLITE_ROWS)]:
+        yield _sqlite_insert(len(part)), [*chain.from_iterable(part)]
+
+
+@cache
+def _sqlite_insert(rows: int) -> str:
+    insert, values, row = _VALUE.sub("?", statement("sqlite_add")).partition("values ")
+    return insert + values + ", ".join([row] * rows)
+
+
+def _sqlite_rows(load: Load) -> Iterator[tuple[Any, ...]]:
     """The rows of a batch in the order of `COLUMNS`."""
     batch = load.batch
     return zip(
@@ -263,14 +278,8 @@ def statement(name: str) -> str:
 
 
 @cache
-def positional(name: str) -> str:
-    """The same with `?`, for rows in the order of `COLUMNS`."""
-    return _VALUE.sub("?", statement(name))
-
-
-@cache
 def percent(name: str) -> tuple[bytes, Callable[[Mapping[str, Any]], Sequence[Any]]]:
-    """The same with `%s`, and what puts the values in their order: by place is faster than by name."""
+    """The same with `%s` for each value, and what puts the values in their order: by place is faster than by name."""
     names = _VALUE.findall(statement(name))
     ordered = itemgetter(*names) if len(names) > 1 else lambda values: [values[name] for name in names]
     return _VALUE.sub("%s", statement(name)).encode(), ordered

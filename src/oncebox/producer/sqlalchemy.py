@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session, scoped_session
 
 from ..errors import NotInTransaction, OnceboxError, StoreError, UsageError
 from . import failures
-from .plan import Ask, Dialect, Load, Planner, Rows, Step, drive, finds, positional, sqlite_rows, statement, unnest
+from .plan import Ask, Dialect, Load, Planner, Rows, Step, drive, finds, sqlite_inserts, statement, unnest
 from .sqlite import commits_each_statement
 
 T = TypeVar("T")
@@ -74,7 +74,8 @@ def _perform(connection: Connection, step: Step) -> Rows:
         if isinstance(step, Ask):
             return _ask(connection, step)
         if connection.dialect.name == "sqlite":
-            connection.exec_driver_sql(positional("sqlite_add"), list(sqlite_rows(step)))
+            for insert, values in sqlite_inserts(step):
+                connection.exec_driver_sql(insert, tuple(values))
         elif not _copy(connection, step):
             for part in unnest(step):
                 _ask(connection, part)

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from ..errors import NotInTransaction, OnceboxError
 from . import failures
-from .plan import Ask, Planner, Rows, Step, drive, positional, sqlite_rows, statement
+from .plan import Ask, Planner, Rows, Step, drive, sqlite_inserts, statement
 
 T = TypeVar("T")
 
@@ -38,7 +38,8 @@ def _perform(connection: sqlite3.Connection, step: Step) -> Rows:
         cursor.row_factory = None  # whatever the caller's own is
         if isinstance(step, Ask):
             return cursor.execute(statement(step.name), step.values).fetchall()
-        cursor.executemany(positional("sqlite_add"), sqlite_rows(step))
+        for insert, values in sqlite_inserts(step):
+            cursor.execute(insert, values)
     return ()
 
 

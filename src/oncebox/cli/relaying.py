@@ -72,7 +72,8 @@ def _settings(call: Call) -> RelaySettings:
 
 def _plan(call: Call) -> "Plan":
     try:
-        from ..spark.driver import Plan, Receipts
+        from ..spark.driver import Plan
+        from ..spark.receipts import Receipts
     except ModuleNotFoundError as error:
         raise Refused(
             f"the relay runs on Spark, and {error.name!r} is not there: pip install 'oncebox[spark]'"

@@ -2,12 +2,12 @@
 
 import logging
 import os
+import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from ..relay.settings import RelaySettings
 from ..relay.worker import RELAY_KIND
 from ..stores.base import OutboxStore, hidden_password
 from ..wiring import anchored, open_publisher, open_store, store_url
+from .receipts import Receipts
 from .shifts import COUNTS, RECEIPTS, Shift, run_shift
 from .tickets import FORMAT, TicketSource
 
@@ -35,28 +36,8 @@ log = logging.getLogger(__name__)
 QUERIES_MAX = 64
 SHIFT_MIN, SHIFT_MAX = timedelta(seconds=1), timedelta(minutes=10)
 RESTART_MIN, RESTART_MAX = 1.0, 60.0  # seconds until a query that failed is started again
+_PYTHON_ERROR = re.compile(r"[\w.]*(?:Error|Exception|Missing|Unavailable|Setting|Store|Publisher): ")
 LOOK = 0.2  # seconds between looks at the queries
-FOLDER = "_oncebox"  # beside the receipts: names that begin so are not read as rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Receipts:
-    """Where receipts go: a Spark format, and its options, `path` among them for files.
-
-    `checkpoint` is kept between runs; with a file format it belongs to its path, and neither is used without the other.
-    """
-
-    format: str
-    path: str
-    options: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def parse(cls, text: str) -> "Receipts":
-        """`parquet:PATH`, or any other format of Spark that takes a path."""
-        kind, colon, path = text.partition(":")
-        if not (kind and colon and path):
-            raise InvalidSetting(f"receipts {text!r}: write FORMAT:PATH, like parquet:/var/lib/shop/receipts")
-        return cls(format=kind, path=path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,13 +124,15 @@ class SparkRelay:
         """Sign on, start the reaper, then the queries."""
         store_address, to = self._urls
         open_publisher(to).close()
-        self._store = open_store(store_address)
         self._folder = self._checkpoint_folder()
+        if self._plan.receipts:
+            for number in range(self._plan.queries):
+                self._plan.receipts.check(number, f"{self._folder}/query-{number}")
+        self._store = open_store(store_address)
         self._store.sign_on(this_process(self.relay_id, RELAY_KIND, name=self._settings.name))
         self._spawn(self._live, "sign of life")
         if self._plan.reaper:
-            reaper = Reaper(open_store(store_address), interval=self._settings.timing.reaper_interval)
-            self._spawn(partial(reaper.run, self._stop_reaper), "reaper")
+            self._spawn(self._reap, "reaper")
         self._spark.dataSource.register(TicketSource)
         for line in self._lines:
             line.start()
@@ -169,6 +152,10 @@ class SparkRelay:
                     store.renew(worker=self.relay_id, tokens=[], lease=self._settings.timing.lease)
                 except OnceboxError as error:
                     log.warning("relay %s gives no sign of life: %s", self.relay_id, error)
+
+    def _reap(self) -> None:
+        with closing(open_store(self._urls[0])) as store:
+            Reaper(store, interval=self._settings.timing.reaper_interval).run(self._stop_reaper)
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 
@@ -230,7 +217,7 @@ class SparkRelay:
         if given:
             return given
         if self._plan.receipts:
-            return f"{self._plan.receipts.path.rstrip('/')}/{FOLDER}"
+            return self._plan.receipts.checkpoint
         return str(self._temporary)
 
     def line_frame(self, number: int) -> DataFrame:
@@ -260,20 +247,14 @@ class SparkRelay:
         receipts = self._plan.receipts
         if receipts is None:
             return writer.format("noop")
-        path = f"{receipts.path.rstrip('/')}/query={number}"
-        check_checkpoint(path, f"{self._folder}/query-{number}")
-        return writer.format(receipts.format).options(**receipts.options).option("path", path)
+        return writer.format(receipts.format).options(**receipts.options).option("path", receipts.folder(number))
 
 
-def check_checkpoint(receipts: str, checkpoint: str) -> None:
-    """Refuse receipts of another checkpoint: Spark would silently leave out each batch whose number it has already."""
-    if "://" in receipts or "://" in checkpoint:
-        return
-    if (Path(receipts) / "_spark_metadata").exists() and not (Path(checkpoint) / "metadata").exists():
-        raise InvalidSetting(
-            f"{receipts} holds receipts of another checkpoint than {checkpoint}, and Spark would drop the new ones; "
-            "give the checkpoint that it was written with, or a new path for the receipts"
-        )
+def told(error: str) -> str:
+    """What went wrong, in two lines of many: what Spark says first, and what Python said last."""
+    lines = error.splitlines()
+    python = [line for line in lines if _PYTHON_ERROR.match(line)]
+    return "; ".join([lines[0], *python[-1:]])
 
 
 class _Line:
@@ -324,7 +305,7 @@ class _Line:
 
     def _why(self) -> str:
         error = self.query.exception() if self.query else None
-        return str(error).partition("\n")[0] if error else "it ended without an error"
+        return told(str(error)) if error else "it ended without an error"
 
     def stop(self) -> None:
         self._note()

@@ -89,8 +89,11 @@ def _work(shift: Shift, ticket: Ticket) -> Iterator[pa.RecordBatch]:
     parts = _parts(shift)
     place = shift.place(ticket.run, ticket.ticket, ticket.task)
     context = TaskContext.get()
-    if ticket.again or (context is not None and context.attemptNumber() > 0):
-        yield from _predecessors(shift, parts, f"{shift.settings.name}/{place}")
+    failed_before = context is not None and context.attemptNumber() > 0
+    if failed_before or ticket.again:
+        _free(shift, parts, f"{shift.settings.name}/{place}")
+    if failed_before or (ticket.again and shift.receipts):
+        yield from _delivered_before(shift, parts, f"{shift.settings.name}/{place}")
     worker_id = new_worker_id(shift.settings.name, place)
     until = clock.monotonic() + shift.lasts(clock.now().timestamp())
     with RelayWorker(
@@ -101,18 +104,20 @@ def _work(shift: Shift, ticket: Ticket) -> Iterator[pa.RecordBatch]:
                 yield _receipts(batch, parts.publisher) if shift.receipts else _counts(worker_id, len(batch.published))
 
 
-def _predecessors(shift: Shift, parts: Parts, place: str) -> Iterator[pa.RecordBatch]:
-    """Free what former attempts at this ticket held, if they are dead; then hand out what they delivered.
-
-    The rows that an attempt had yielded are gone with it, though their events are PUBLISHED.
-    """
+def _free(shift: Shift, parts: Parts, place: str) -> None:
+    """Let go what former attempts at this ticket held, if they are known to be dead (LR-052)."""
     reaper = Reaper(parts.store, interval=shift.settings.timing.reaper_interval)
     reaper.bury([worker for worker in parts.store.workers() if worker.worker_id.startswith(f"{place}/")])
-    if not shift.receipts:
-        return
+
+
+def _delivered_before(shift: Shift, parts: Parts, place: str) -> Iterator[pa.RecordBatch]:
+    """What former attempts at this ticket delivered: their rows are gone with them, though the events are PUBLISHED."""
     last: Receipt | None = None
     while page := parts.store.receipts(place, after=last):
-        yield _columns([_old_row(one, parts.publisher) for one in page])
+        if shift.receipts:
+            yield _columns([_old_row(one, parts.publisher) for one in page])
+        else:
+            yield _counts(place, len(page))
         last = page[-1]
 
 

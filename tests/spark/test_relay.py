@@ -1,0 +1,292 @@
+"""The relay on Spark: nothing lost, receipts whole, whatever is killed."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from oncebox import NewEvent, OutboxStore, Query, State, open_store
+from oncebox.clock import uuid7s
+from oncebox.config import Timing
+from oncebox.errors import InvalidSetting
+from oncebox.publishers.file import read
+from oncebox.relay.settings import RelaySettings
+from oncebox.spark import Plan, Receipts, SparkRelay, relay
+from oncebox.testing.servers import PostgreSQL
+
+SETTINGS = RelaySettings(
+    name="shop",
+    claim_max=50,
+    timing=Timing(
+        lease=timedelta(seconds=8),
+        heartbeat=timedelta(seconds=2),
+        reaper_interval=timedelta(seconds=2),
+        shutdown_timeout=timedelta(seconds=8),
+    ),
+)
+PATIENCE = 120.0  # a guard against a test that hangs, never a measure
+
+
+@contextmanager
+def opened(url: str) -> Iterator[OutboxStore]:
+    store = open_store(url, check_schema=False)
+    store.migrate()
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty store."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path}/outbox.db"
+        return
+    server: PostgreSQL = request.getfixturevalue("postgresql")
+    with server.database() as address:
+        yield address
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[OutboxStore]:
+    with opened(url) as store:
+        yield store
+
+
+def fill(store: OutboxStore, number: int, keys: int = 0) -> None:
+    for start in range(0, number, 1_000):
+        ids = uuid7s(min(1_000, number - start))
+        store.append(
+            [
+                NewEvent(
+                    event_id=event_id,
+                    event_type="order.created",
+                    payload=json.dumps(start + place).encode(),
+                    ordering_key=f"key-{(start + place) % keys}" if keys else None,
+                )
+                for place, event_id in enumerate(ids)
+            ]
+        )
+
+
+def until(condition: Callable[[], Any]) -> None:
+    ends = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < ends, "this never came true"
+        time.sleep(0.02)
+
+
+def published(store: OutboxStore) -> int:
+    return store.stats().states[State.PUBLISHED]
+
+
+def has_published(store: OutboxStore, number: int) -> bool:
+    return published(store) >= number
+
+
+def delivered(store: OutboxStore) -> set[str]:
+    """The ids of all PUBLISHED events."""
+    found: set[str] = set()
+    last: int | None = None
+    while page := store.find(Query(states=[State.PUBLISHED]), limit=1_000, after=last):
+        found |= {str(record.event.event_id) for record in page}
+        last = page[-1].seq
+    return found
+
+
+def received(folder: Path) -> list[int]:
+    """The numbers in the payloads that reached the files, in their order."""
+    return [json.loads(one.payload) for one in read(folder)]
+
+
+def kill_a_worker(store: OutboxStore) -> int:
+    """kill -9 of one Python worker that works on this store; its process id."""
+    until(lambda: [worker for worker in store.workers() if worker.kind == "worker"])
+    worker = next(worker for worker in store.workers() if worker.kind == "worker")
+    os.kill(worker.pid, signal.SIGKILL)
+    return worker.pid
+
+
+def run_in_thread(running: SparkRelay) -> tuple[threading.Thread, threading.Event]:
+    stop = threading.Event()
+    thread = threading.Thread(target=running.run, args=(stop,))
+    thread.start()
+    return thread, stop
+
+
+# --- every day --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement("LC-04", "LC-19")
+def test_a_drained_relay_has_published_all_and_its_receipts_say_so(
+    spark: SparkSession, url: str, store: OutboxStore, tmp_path: Path
+) -> None:
+    fill(store, 3_000, keys=50)
+    receipts = Receipts(format="parquet", path=f"{tmp_path}/receipts")
+    with relay(spark, store=url, to="null:", settings=SETTINGS, plan=Plan(drain=True, receipts=receipts)) as running:
+        running.run(threading.Event())
+    assert published(store) == running.published == 3_000
+    rows = receipts.read(spark).collect()
+    assert len(rows) == 3_000
+    assert {row.event_id for row in rows} == delivered(store)
+    assert {row.destination for row in rows} == {"null"}
+    assert all(row.published_by.startswith("shop/") and row.created_at <= row.published_at for row in rows)
+    assert store.workers() == []
+
+
+@pytest.mark.requirement("LR-030")
+def test_a_stopped_relay_leaves_nothing_claimed_and_nobody_signed_on(
+    spark: SparkSession, url: str, store: OutboxStore
+) -> None:
+    fill(store, 20_000)
+    running = relay(spark, store=url, to="null:", settings=SETTINGS)
+    until(lambda: published(store) > 100)
+    running.stop()
+    states = store.stats().states
+    assert states[State.CLAIMED] == 0
+    assert states[State.PENDING] + states[State.PUBLISHED] == 20_000
+    assert store.workers() == []
+    assert not running.queries[0].isActive
+
+
+def test_what_is_written_while_the_relay_runs_is_published(spark: SparkSession, url: str, store: OutboxStore) -> None:
+    with relay(spark, store=url, to="null:", settings=SETTINGS, plan=Plan(shift=timedelta(seconds=2))):
+        for number in range(1, 6):
+            fill(store, 10)
+            until(partial(has_published, store, 10 * number))
+
+
+@pytest.mark.requirement("LR-032")
+def test_two_relays_of_one_name_are_told_apart(spark: SparkSession, url: str, store: OutboxStore) -> None:
+    one = relay(spark, store=url, to="null:", settings=SETTINGS, plan=Plan(queries=1))
+    two = relay(spark, store=url, to="null:", settings=SETTINGS, plan=Plan(queries=1))
+    assert one.relay_id != two.relay_id
+    fill(store, 100)
+    until(lambda: published(store) == 100)
+    one.stop()
+    fill(store, 100)
+    until(lambda: published(store) == 200)
+    two.stop()
+
+
+@pytest.mark.requirement("LR-020")
+def test_without_a_reaper_nothing_is_claimed(spark: SparkSession, url: str, store: OutboxStore) -> None:
+    from oncebox.relay.reaper import Reaper
+
+    fill(store, 10)
+    with relay(spark, store=url, to="null:", settings=SETTINGS, plan=Plan(queries=1, reaper=False)):
+        until(lambda: [worker for worker in store.workers() if worker.kind == "worker"])
+        time.sleep(1)
+        assert store.stats().states[State.PENDING] == 10
+        stop = threading.Event()
+        reaper = threading.Thread(target=Reaper(store, interval=timedelta(seconds=2)).run, args=(stop,))
+        reaper.start()
+        until(lambda: published(store) == 10)
+        stop.set()
+        reaper.join()
+
+
+def test_secrets_are_in_no_plan(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"sqlite:///{tmp_path}/outbox.db"
+    with opened(url) as store, relay(spark, store=url, to="null:?password=hunter2", settings=SETTINGS) as running:
+        fill(store, 10)
+        until(lambda: published(store) == 10)
+        until(lambda: running.queries[0].recentProgress)
+        running.queries[0].explain(extended=True)
+        shown = capsys.readouterr().out + str(running.queries[0].lastProgress)
+    assert "hunter2" not in shown
+    assert str(tmp_path) not in shown.replace(str(running._temporary), "")
+
+
+# --- receipts ---------------------------------------------------------------------------------------------------------
+
+
+def test_receipts_of_another_checkpoint_are_refused(spark: SparkSession, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/outbox.db"
+    receipts = Receipts(format="parquet", path=f"{tmp_path}/receipts")
+    with opened(url) as store:
+        fill(store, 10)
+        with relay(spark, store=url, to="null:", plan=Plan(drain=True, receipts=receipts)) as running:
+            running.run(threading.Event())
+        elsewhere = Plan(drain=True, receipts=receipts, checkpoint=f"{tmp_path}/new")
+        with pytest.raises(InvalidSetting, match="receipts of another checkpoint"):
+            relay(spark, store=url, to="null:", plan=elsewhere)
+        assert store.workers() == []
+
+
+def test_a_second_run_over_the_same_checkpoint_adds_its_receipts(spark: SparkSession, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/outbox.db"
+    plan = Plan(drain=True, receipts=Receipts.parse(f"parquet:{tmp_path}/receipts"))
+    with opened(url) as store:
+        for number in (1, 2):
+            fill(store, 200)
+            with relay(spark, store=url, to="null:", settings=SETTINGS, plan=plan) as running:
+                running.run(threading.Event())
+            assert plan.receipts is not None
+            rows = plan.receipts.read(spark).collect()
+            assert len(rows) == 200 * number
+            assert {row.event_id for row in rows} == delivered(store)
+
+
+# --- kills ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement("LC-15", "LC-16", "LC-19", "LR-052")
+def test_a_killed_python_worker_loses_neither_events_nor_receipts(
+    spark: SparkSession, url: str, store: OutboxStore, tmp_path: Path
+) -> None:
+    fill(store, 6_000, keys=20)
+    receipts = Receipts(format="parquet", path=f"{tmp_path}/receipts")
+    plan = Plan(drain=True, receipts=receipts, shift=timedelta(seconds=4))
+    running = relay(spark, store=url, to=f"file://{tmp_path}/events", settings=SETTINGS, plan=plan)
+    thread, _ = run_in_thread(running)
+    for wanted in (300, 1_500, 3_000):
+        until(partial(has_published, store, wanted))
+        kill_a_worker(store)
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert published(store) == 6_000
+    rows = receipts.read(spark).collect()
+    assert len(rows) == 6_000
+    assert {row.event_id for row in rows} == delivered(store)
+    assert set(received(tmp_path / "events")) == set(range(6_000))
+    assert store.verify() == []
+
+
+@pytest.mark.requirement("LR-052")
+def test_a_query_that_fails_for_good_is_started_again(
+    spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Four deaths of one task end its query; the relay says so and goes on, and the receipts stay whole."""
+    url = f"sqlite:///{tmp_path}/outbox.db"
+    receipts = Receipts(format="parquet", path=f"{tmp_path}/receipts")
+    plan = Plan(queries=1, drain=True, receipts=receipts, shift=timedelta(seconds=60))
+    with opened(url) as store:
+        fill(store, 4_000)
+        running = relay(spark, store=url, to="null:", settings=SETTINGS, plan=plan)
+        thread, _ = run_in_thread(running)
+        killed: set[int] = set()
+        while len(killed) < 4:
+            until(partial(has_published, store, published(store) + 1))
+            killed.add(kill_a_worker(store))
+            until(lambda: not [worker for worker in store.workers() if worker.pid in killed])
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+        assert "starts again in" in caplog.text
+        assert published(store) == 4_000
+        rows = receipts.read(spark).collect()
+        assert len(rows) == 4_000
+        assert {row.event_id for row in rows} == delivered(store)

@@ -396,6 +396,7 @@ def _write_synced(path: Path, lines: Sequence[bytes]) -> None:
 
 def _put_in_place(temporary: Path, final: Path) -> None:
     """Rename and sync; another process that cleared up may have been faster, and a consumer faster still."""
+    final.parent.mkdir(exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         temporary.rename(final)
     _sync_folder(final.parent)

@@ -37,7 +37,8 @@ _SCRIPT = argument(b"EVAL") + argument(Path(__file__).with_suffix(".lua").read_b
 _NO_KEY = argument(b"0")
 _KEY, _HEADERS, _REPLAY = argument(b"key"), argument(b"headers"), argument(b"replay")
 _EVENT_ID = argument(b"event_id") + b"$36\r\n"
-_OF_A_STREAM = frozenset({"WRONGTYPE", "NOPERM"})  # the other errors are the whole server's
+_OF_A_STREAM = ("WRONGTYPE", "NOPERM", "ERR ACL failure")  # the other errors are the whole server's
+_WAITED = (b"SET", b"oncebox:dedup:wait", b"", b"EX", b"60")
 _BROKEN = (redis.RedisError, Silent, OSError)
 
 
@@ -159,10 +160,14 @@ class ValkeyPublisher(Publisher):
         )
 
     def _await_replicas(self, batch: "_Batch", wire: Wire, deadline: Deadline) -> None:
-        """Ask until when the replicas have it; what they have not may be lost with the primary."""
+        """Return when the replicas have it; what they have not may be lost with the primary.
+
+        WAIT is about what this connection wrote. A batch of duplicates wrote nothing, so a small write comes before it.
+        """
         batch.flying = [place for place, outcome in enumerate(batch.outcomes) if outcome is None]
         if batch.flying:
-            patience = b"%d" % max(1, int(deadline.remaining() * 1000))
+            wire.ask(*_WAITED, deadline=deadline)
+            patience = b"%d" % max(1, int(deadline.remaining() * 900))  # ms, so that it answers before the deadline
             reached = wire.ask(b"WAIT", b"%d" % self._replicas, patience, deadline=deadline)
             if reached < self._replicas:
                 raise redis.ResponseError(f"only {reached} of {self._replicas} replicas have it")
@@ -344,7 +349,7 @@ def _settings(url: PublisherUrl, tls: bool) -> dict[str, Any]:
 
 def _refusal(error: str, event: Event) -> Failure:
     """What a command within the script said about its stream."""
-    scope = Scope.DESTINATION if error.partition(" ")[0] in _OF_A_STREAM else Scope.BROKER
+    scope = Scope.DESTINATION if error.startswith(_OF_A_STREAM) else Scope.BROKER
     return Failure(f"stream for {event.event_type}: {error}", scope)
 
 

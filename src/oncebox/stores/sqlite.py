@@ -42,6 +42,7 @@ DIALECT: Final = "sqlite"
 SQLITE_MIN: Final = (3, 37, 0)  # STRICT tables
 APPEND_ROWS: Final = 100  # events in one INSERT
 LINES_MAX: Final = 1_000  # findings of `verify`
+WAIT: Final = 0.005  # seconds between looks of an idle relay
 _APPEND_MANY = SQL["append"] + ", (?, ?, ?, ?, ?, ?, ?, ?, ?)" * (APPEND_ROWS - 1)
 _BEYOND_ALL_SEQS = 2**63 - 1
 
@@ -166,6 +167,10 @@ class SQLiteStore(OutboxStore):
             lock = Lock(clock.uuid7(), worker, tx.now, length, batch_max, budget)
             hold(tx, [row[9] for row in rows], lock)
         return claims_of(rows, lock)
+
+    def wait(self, seconds: float) -> None:
+        """See `OutboxStore.wait`; a claim that finds nothing only reads, and takes microseconds."""
+        clock.sleep(min(seconds, WAIT))
 
     def renew(self, *, worker: str, tokens: Collection[UUID], lease: timedelta) -> frozenset[UUID]:
         """See `OutboxStore.renew`."""

@@ -261,6 +261,11 @@ class PublisherUrl:
         except InvalidSetting as error:
             raise self.wrong(str(error)) from None
 
+    def dotted(self) -> dict[str, str]:
+        """All options with a dot in their name: a client's own settings, which it checks itself."""
+        names = [name for name in self._options if "." in name]
+        return {name: self._options.pop(name) for name in names}
+
     def done(self) -> None:
         """Refuse what is left: nobody knows it."""
         for name in self._options:

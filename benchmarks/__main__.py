@@ -8,7 +8,7 @@ from pathlib import Path
 
 from oncebox.testing.servers import PostgreSQL
 
-from . import costs, database, delivery, machine, report, sqlite, statements, writing
+from . import costs, database, delivery, machine, relay, report, sqlite, statements, writing
 from .results import Result
 from .scale import FULL, QUICK, Scale
 
@@ -28,6 +28,10 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "heartbeat": costs.heartbeat,
     "sqlite": sqlite.sqlite,
     "statements": statements.statements,
+    "relay": relay.relay,
+    "brokers": relay.brokers,
+    "latency": relay.latency,
+    "cold": relay.cold,
 }
 
 

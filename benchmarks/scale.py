@@ -26,6 +26,8 @@ class Scale:
     claims: int  # claims whose cost is compared
     renewals: int
     delivered_sqlite: int
+    relayed: int  # events of one round of the relay on Spark
+    latency_events: int  # at 20 a second
 
 
 FULL = Scale(
@@ -41,6 +43,8 @@ FULL = Scale(
     claims=60,
     renewals=200,
     delivered_sqlite=100_000,
+    relayed=300_000,
+    latency_events=1_200,
 )
 QUICK = Scale(
     rounds=1,
@@ -55,4 +59,6 @@ QUICK = Scale(
     claims=6,
     renewals=10,
     delivered_sqlite=5_000,
+    relayed=15_000,
+    latency_events=60,
 )

@@ -175,6 +175,27 @@ def test_a_segment_is_seen_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     assert len(segment.read_bytes().splitlines()) == 3
 
 
+@pytest.mark.requirement("LR-012")
+def test_a_lease_lost_while_a_segment_is_written_takes_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deadline = given.long()
+    original = file._write_synced
+
+    def losing(path: Path, lines: list[bytes]) -> None:
+        original(path, lines)
+        deadline.lose()
+
+    publisher = FilePublisher.open(url_of(tmp_path))
+    claims = given.several("order.created", 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(file, "_write_synced", losing)
+        assert publisher.publish(claims, deadline) == [NOT_TRIED] * 3
+    assert list(read(tmp_path)) == []
+    assert list((tmp_path / ".oncebox").glob("*.tmp")) == []
+    given.publish(publisher, claims)
+    publisher.close()
+    assert arrived(tmp_path) == Counter(map(given.id_of, claims))
+
+
 def test_segments_are_numbered_without_gaps_and_no_number_comes_twice(tmp_path: Path) -> None:
     for _ in range(3):
         publisher = FilePublisher.open(url_of(tmp_path))

@@ -86,6 +86,7 @@ class Delivery:
         batch = Batch(claims, clock.monotonic())
         if not claims:
             return batch
+        telemetry.count(telemetry.CLAIMED, len(claims), worker=self._worker)
         deadline = Deadline(settings.timing.lease.total_seconds(), since=since)
         token = claims[0].token
         self._heartbeat.hold(token, deadline, settings.timing.lease, since)  # 2. and stay ours while we work
@@ -165,7 +166,9 @@ class Delivery:
             elif isinstance(outcome, Failure):
                 broker = outcome.scope is Scope.BROKER
                 said[BROKER if broker else self._publisher.destination(claim.event)] = False
-        for destination, well in said.items():
+                if not broker and self._breaker.half_open(BROKER):
+                    said.setdefault(BROKER, True)  # it is there to say that this destination fails
+        for destination, well in sorted(said.items(), key=_failures_last):
             self._note(destination, well)
         return outcomes
 
@@ -213,22 +216,29 @@ class Delivery:
     def _settle(self, batch: Batch, verdicts: list[tuple[Claim, Verdict]], deadline: Deadline) -> None:
         """A worker whose heartbeat failed finalizes nothing (LR-012); one that outlived its lease does not try."""
         if deadline.lost or deadline.remaining() <= 0:
-            batch.abandoned = True
-            telemetry.count(telemetry.ABANDONED, len(batch.claims), worker=self._worker)
-            log.error(
-                "%s abandons %d events unfinalized: their lease is gone, and the reaper returns them; "
-                "what the broker took of them will be sent again (LR-012)",
-                self._worker,
-                len(batch.claims),
-            )
+            self._abandon(batch)
             return
         self._at("finalizing")
-        refused = {claim.seq for claim in self._finalize(verdicts, deadline)}
+        try:
+            refused = {claim.seq for claim in self._finalize(verdicts, deadline)}
+        except StoreUnavailable:
+            self._abandon(batch)
+            raise
         batch.refused = len(refused)
         batch.published = [
             claim for claim, verdict in verdicts if type(verdict) is Published and claim.seq not in refused
         ]
         self._count(batch, verdicts, refused)
+
+    def _abandon(self, batch: Batch) -> None:
+        batch.abandoned = True
+        telemetry.count(telemetry.ABANDONED, len(batch.claims), worker=self._worker)
+        log.error(
+            "%s abandons %d events unfinalized: their lease is gone, and the reaper returns them; "
+            "what the broker took of them will be sent again (LR-012)",
+            self._worker,
+            len(batch.claims),
+        )
 
     def _finalize(self, verdicts: list[tuple[Claim, Verdict]], deadline: Deadline) -> list[Claim]:
         """Try again while the database is away and the lease holds: what the broker took is then not sent again."""
@@ -243,15 +253,19 @@ class Delivery:
                 unsure = True
                 clock.sleep(FINALIZE_PAUSE)
             else:
-                return self._unwritten(refused) if unsure and refused else refused
+                return self._unwritten(refused, verdicts) if unsure and refused else refused
 
-    def _unwritten(self, refused: list[Claim]) -> list[Claim]:
-        """When an answer was lost, the second finalize is refused; what the first one wrote is no refusal."""
-        written = self._store.delivered(refused)
-        return [claim for claim in refused if claim.seq not in written]
+    def _unwritten(self, refused: list[Claim], verdicts: list[tuple[Claim, Verdict]]) -> list[Claim]:
+        """When an answer was lost, the second finalize is refused; what the first one wrote is no refusal.
+
+        Of events that were not published nobody can tell, and nothing hangs on it.
+        """
+        acked = {claim.seq for claim, verdict in verdicts if type(verdict) is Published}
+        candidates = [claim for claim in refused if claim.seq in acked]
+        written = self._store.delivered(candidates)
+        return [claim for claim in candidates if claim.seq not in written]
 
     def _count(self, batch: Batch, verdicts: list[tuple[Claim, Verdict]], refused: set[int]) -> None:
-        telemetry.count(telemetry.CLAIMED, len(batch.claims), worker=self._worker)
         telemetry.count(telemetry.PUBLISHED, len(batch.published), worker=self._worker)
         if len(batch.published) < len(verdicts):
             kept = [verdict for claim, verdict in verdicts if claim.seq not in refused]
@@ -266,6 +280,11 @@ class Delivery:
                 len(refused),
                 len(batch.claims),
             )
+
+
+def _failures_last(said: tuple[str, bool]) -> bool:
+    """A success closes the breaker of the broker too, and must not undo what the same batch says against it."""
+    return not said[1]
 
 
 PUBLISHED = Published()

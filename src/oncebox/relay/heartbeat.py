@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
@@ -14,6 +14,7 @@ from ..config import Control
 from ..errors import OnceboxError
 from ..publishers.base import Deadline
 from ..stores.base import LEASE_RENEWALS, OutboxStore, Worker
+from .living import seconds_in
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ class Orders:
     control: Control = field(default_factory=Control)
     stopping: bool = False  # the relay that this worker belongs to is shutting down, or gone
     reaper: bool = True  # somebody reaps (LR-020)
+    heard: bool = True  # the store answered, when it was last asked
+    at: float = 0.0  # monotonic time from before they were read
 
 
 @dataclass(slots=True)
@@ -92,10 +95,11 @@ class Heartbeat:
 
     def look(self) -> Orders:
         """Read the control rows now."""
+        at = clock.monotonic()
         control = self._store.control()
         workers = self._store.workers()
         stopping = self._relay is not None and not any(worker.worker_id == self._relay for worker in workers)
-        self.orders = Orders(control, stopping, any(map(reaps, workers)))
+        self.orders = Orders(control, stopping, any(map(reaps, workers)), at=at)
         if stopping:
             with self._lock:
                 for lease in self._leases.values():
@@ -104,7 +108,11 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._ended.wait(self._pause):
-            self.beat()
+            try:
+                self.beat()
+            except Exception:
+                log.exception("%s: the heartbeat failed in a way that nobody expected", self._worker)
+                self._fail("the heartbeat failed")
 
     @property
     def _pause(self) -> float:
@@ -117,32 +125,42 @@ class Heartbeat:
         now = clock.monotonic()
         with self._lock:
             due = {token: lease for token, lease in self._leases.items() if self._due(lease, now)}
-        if due or now - self._alive_at >= self._interval.total_seconds():
-            self._renew(due)
+        alive = self._renew(due) if due or now - self._alive_at >= self._interval.total_seconds() else True
         try:
             self.look()
         except OnceboxError as error:
+            alive = False
             log.warning("%s cannot read the control rows: %s", self._worker, error)
+        if not alive:
+            self.orders = replace(self.orders, heard=False)
+
+    def _fail(self, why: str) -> None:
+        self.orders = replace(self.orders, heard=False)
+        self._lose(list(self._leases), why)
 
     def _due(self, lease: _Lease, now: float) -> bool:
         beat = min(self._interval, lease.length / LEASE_SHARE).total_seconds()
         return not lease.deadline.lost and now - lease.renewed >= beat - self._pause
 
-    def _renew(self, due: dict[UUID, _Lease]) -> None:
-        """The longest lease is asked for: no store lets a renewal reach beyond three leases of its claim."""
+    def _renew(self, due: dict[UUID, _Lease]) -> bool:
+        """Whether the store took the sign of life.
+
+        The longest lease is asked for: no store lets a renewal reach beyond three leases of its claim.
+        """
         before = clock.monotonic()
         length = max((lease.length for lease in due.values()), default=self._interval)
         try:
             lost = self._store.renew(worker=self._worker, tokens=list(due), lease=length)
         except OnceboxError as error:
             self._lose(due, f"the heartbeat failed: {error}")
-            return
+            return False
         self._alive_at = before
         self._lose(lost, "the store refused the renewal")
         for token in due.keys() - lost:
             lease = due[token]
             lease.renewed = before
             lease.deadline.extend(min(before + length.total_seconds(), lease.ends))
+        return True
 
     def _lose(self, tokens: Iterable[UUID], why: str) -> None:
         """What was dropped meanwhile is done with, and no loss."""
@@ -158,5 +176,5 @@ def reaps(worker: Worker) -> bool:
     """Whether this is a reaper that has been heard of lately."""
     if worker.kind != REAPER_KIND or worker.silent_for is None:
         return False
-    interval = timedelta(seconds=float(worker.details.get("interval", 10)))
+    interval = seconds_in(worker.details, "interval", timedelta(seconds=10))
     return worker.silent_for < REAPER_SILENCE_MAX * interval + timedelta(seconds=1)

@@ -1,7 +1,10 @@
 """Who is alive: how a worker signs on, and when another is known to be dead."""
 
+import math
 import os
 import socket
+from collections.abc import Mapping
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
@@ -37,6 +40,12 @@ def known_dead(worker: Worker) -> bool:
     if fields is None:
         return not _exists(worker.pid)
     return fields[0] in _REMAINS or fields[_STARTTIME] != began
+
+
+def seconds_in(details: Mapping[str, object], name: str, default: timedelta) -> timedelta:
+    """A duration that a worker signed on with; the default for what another version may have written there."""
+    seconds = details.get(name)
+    return timedelta(seconds=seconds) if isinstance(seconds, int | float) and math.isfinite(seconds) else default
 
 
 @cache

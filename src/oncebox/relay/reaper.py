@@ -10,7 +10,7 @@ from ..clock import uuid7
 from ..errors import OnceboxError
 from ..stores.base import OutboxStore, Reaped, Worker
 from .heartbeat import REAPER_KIND
-from .living import known_dead, this_process
+from .living import known_dead, seconds_in, this_process
 
 log = logging.getLogger(__name__)
 
@@ -42,34 +42,42 @@ class Reaper:
     def run(self, stop: threading.Event) -> None:
         """Reap until `stop` is set. What goes wrong with the store is logged, and tried again."""
         due = 0.0
-        signed_on = False
         while not stop.is_set():
             try:
-                signed_on = signed_on or self._sign_on()
-                self.bury(self._store.workers())
+                self.bury(self._present())
                 if clock.monotonic() >= due:
                     self.sweep()
                     due = clock.monotonic() + self._interval.total_seconds()
             except OnceboxError as error:
                 log.error("%s could not reap, and will try again: %s", self.worker_id, error)  # noqa: TRY400
+            except Exception:
+                log.exception("%s could not reap in a way that nobody expected, and will try again", self.worker_id)
             stop.wait(min(LOOK, self._interval.total_seconds()))
-        if signed_on:
+        try:
             self._store.sign_off(self.worker_id)
+        except OnceboxError as error:
+            log.warning("%s could not sign off, and will be found silent: %s", self.worker_id, error)
 
-    def _sign_on(self) -> bool:
-        details = {"interval": self._interval.total_seconds()}
-        self._store.sign_on(this_process(self.worker_id, REAPER_KIND, **details))
-        return True
+    def _present(self) -> list[Worker]:
+        """All workers, this one among them: one that was silent for long may have been struck off meanwhile."""
+        workers = self._store.workers()
+        if not any(worker.worker_id == self.worker_id for worker in workers):
+            details = {"interval": self._interval.total_seconds()}
+            self._store.sign_on(this_process(self.worker_id, REAPER_KIND, **details))
+        return workers
 
     def sweep(self) -> Sweep:
         """One run: until nothing expired is left."""
-        self._store.renew(worker=self.worker_id, tokens=[], lease=self._interval)
-        reaped: list[Reaped] = []
-        while len(found := self._store.reap(limit=REAP_LIMIT)) == REAP_LIMIT:
-            reaped += found
-        reaped += found
         telemetry.count(telemetry.REAPER_RUNS, worker=self.worker_id)
-        return self._noted(reaped)
+        total = Sweep()
+        more = True
+        while more:
+            self._store.renew(worker=self.worker_id, tokens=[], lease=self._interval)  # also in a long run
+            found = self._store.reap(limit=REAP_LIMIT)
+            done = self._noted(found)  # at once: what was reaped is counted, whatever happens to the rest
+            total = Sweep(total.recovered + done.recovered, total.died + done.died)
+            more = len(found) == REAP_LIMIT
+        return total
 
     def bury(self, workers: list[Worker]) -> Sweep:
         """Strike off the workers that are dead, and free at once what the known dead held (LR-052)."""
@@ -81,7 +89,7 @@ class Reaper:
     def _dead(self, worker: Worker) -> bool:
         if known_dead(worker):
             return True
-        lease = timedelta(seconds=float(worker.details.get("lease", 0)))
+        lease = seconds_in(worker.details, "lease", timedelta(0))
         return worker.silent_for is not None and worker.silent_for > max(SILENCE_MIN, 3 * lease)
 
     def _freed(self, worker: Worker) -> list[Reaped]:

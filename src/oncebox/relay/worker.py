@@ -13,7 +13,7 @@ from ..publishers.base import Publisher
 from ..stores.base import OutboxStore
 from .breaker import BROKER, Breaker
 from .delivery import AtStep, Batch, Delivery
-from .heartbeat import Heartbeat, Orders
+from .heartbeat import LEASE_SHARE, Heartbeat, Orders
 from .living import this_process
 from .rate import Rate
 from .settings import RelaySettings
@@ -102,11 +102,12 @@ class RelayWorker:
         With `drain`, until nothing is eligible. No claim is held while a batch is handed out.
         """
         while clock.monotonic() < until and not stopped() and not self._heartbeat.orders.stopping:
-            wait = self._obstacle(self._heartbeat.orders)
+            orders = self._heartbeat.orders  # the same for the question and the claim: another thread renews them
+            wait = self._obstacle(orders)
             if wait is not None:
                 clock.sleep(min(wait, max(0.0, until - clock.monotonic())))
                 continue
-            batch = self._deliver()
+            batch = self._deliver(orders)
             if batch is None:
                 clock.sleep(STORE_PAUSE)
             elif batch.claims:
@@ -116,14 +117,20 @@ class RelayWorker:
             elif drain:
                 return
             else:
-                self._parts.store.wait(min(self._settings.look.total_seconds(), max(0.0, until - clock.monotonic())))
+                self._wait(max(0.0, until - clock.monotonic()))
+
+    def _wait(self, seconds: float) -> None:
+        """Until there may be something to claim, or for a look."""
+        try:
+            self._parts.store.wait(min(self._settings.look.total_seconds(), seconds))
+        except StoreUnavailable as error:
+            log.warning("%s: the store does not answer: %s", self.worker_id, error)
+            clock.sleep(min(STORE_PAUSE, seconds))
 
     def _obstacle(self, orders: Orders) -> float | None:
         """How long to wait before the next look, if nothing may be claimed now."""
         look = self._settings.look.total_seconds()
-        if orders.control.paused:
-            return look
-        if self._blind(orders):
+        if orders.control.paused or self._deaf(orders) or self._blind(orders):
             return look
         pause = self._parts.breaker.remaining(BROKER, clock.monotonic())
         if pause:
@@ -131,6 +138,11 @@ class RelayWorker:
         if not self._limit(orders):
             return look / 10
         return None
+
+    def _deaf(self, orders: Orders) -> bool:
+        """Whether the heartbeat can't reach the store: what is claimed now could not be held (LR-012)."""
+        lease = self._settings.under(orders.control).timing.lease.total_seconds()
+        return not orders.heard or clock.monotonic() - orders.at > lease / LEASE_SHARE
 
     def _blind(self, orders: Orders) -> bool:
         """Whether nobody reaps; said once each time that it begins."""
@@ -147,9 +159,8 @@ class RelayWorker:
         wanted = 1 if self._parts.breaker.half_open(BROKER) else settings.claim_max
         return self._rate.allowed(share, clock.monotonic(), wanted)
 
-    def _deliver(self) -> Batch | None:
+    def _deliver(self, orders: Orders) -> Batch | None:
         """One batch; None if the store does not answer."""
-        orders = self._heartbeat.orders
         try:
             batch = self._delivery.deliver(self._settings.under(orders.control), self._limit(orders))
         except StoreUnavailable as error:

@@ -145,6 +145,28 @@ def test_a_key_that_failed_stays_stopped_in_the_next_chunk(valkey: Valkey, clien
     assert client.xlen(name) == 2 * CHUNK_EVENTS + 1
 
 
+class StopsAfter(Deadline):
+    """A relay that shuts down when it has been asked so many times whether it does."""
+
+    def __init__(self, questions: int) -> None:
+        super().__init__(given.PATIENCE_SECONDS)
+        self._left = questions
+
+    @property
+    def over(self) -> bool:
+        self._left -= 1
+        if self._left < 0:
+            self.stop()
+        return super().over
+
+
+@pytest.mark.requirement("LR-030")
+def test_a_shutdown_in_the_middle_sends_no_further_chunk(valkey: Valkey, client: Any, name: str) -> None:
+    outcomes = publish(valkey.url, *given.several(name, 3 * CHUNK_EVENTS), deadline=StopsAfter(2))
+    assert outcomes == [None] * CHUNK_EVENTS + [NOT_TRIED] * 2 * CHUNK_EVENTS
+    assert client.xlen(name) == CHUNK_EVENTS
+
+
 def test_a_full_server_is_a_failure_of_the_broker(name: str) -> None:
     with Valkey({"maxmemory": "2mb", "maxmemory-policy": "noeviction"}) as server:
         outcomes = publish(server.url, *[given.claimed(name, b"x" * 500_000) for _ in range(20)])
@@ -202,6 +224,12 @@ def test_it_waits_for_replicas_if_asked_for(name: str) -> None:
             given.patiently(lambda: publish(url, claim, deadline=Deadline(given.BRIEF_SECONDS)) == [None])
             with redis.Redis.from_url(replica.url) as client:
                 assert client.xlen(name) == 1
+            replica.pause()
+            try:  # a duplicate writes nothing, and is still not acknowledged before the replica has it
+                failure = only_failure(publish(url, claim, deadline=Deadline(given.BRIEF_SECONDS)))
+                assert "0 of 1 replicas" in failure.error
+            finally:
+                replica.resume()
 
 
 def test_a_restarted_server_needs_no_script_from_before(name: str) -> None:

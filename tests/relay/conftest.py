@@ -57,5 +57,15 @@ def postgresql_stage(postgresql_store_url: str, tmp_path: Path) -> Iterator[Stag
 
 
 @pytest.fixture
+def own_server() -> Iterator[PostgreSQL]:
+    """A server with the schema in it, for a test that stops or kills it."""
+    with PostgreSQL() as server:
+        store = open_store(server.url, check_schema=False)
+        store.migrate()
+        store.close()
+        yield server
+
+
+@pytest.fixture
 def meter() -> Meter:
     return Meter()

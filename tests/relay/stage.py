@@ -122,10 +122,7 @@ class Stage:
 
     def append(self, count: int = 1, **fields: Any) -> list[UUID]:
         """So many events, numbered in their payloads unless told otherwise; their ids."""
-        usual: dict[str, Any] = {"event_type": "order.created"} | fields
-        events = [
-            NewEvent(**{"event_id": clock.uuid7(), "payload": str(number).encode()} | usual) for number in range(count)
-        ]
+        events = [_event(number, fields) for number in range(count)]
         self.store.append(events)
         return [event.event_id for event in events]
 
@@ -200,6 +197,15 @@ class Stage:
     def record(self, event_id: UUID) -> Any:
         (found,) = self.store.find(Query(event_ids=[event_id]))
         return found
+
+
+def _event(number: int, fields: dict[str, Any]) -> NewEvent:
+    usual: dict[str, Any] = {
+        "event_id": clock.uuid7(),
+        "event_type": "order.created",
+        "payload": str(number).encode(),
+    }
+    return NewEvent(**usual | fields)
 
 
 class Gate:

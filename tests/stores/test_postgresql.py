@@ -1,5 +1,6 @@
 """What only PostgreSQL has: roles, plain SQL writers, a pool, a pooler in front, restarts, online migrations."""
 
+import re
 import shutil
 import subprocess
 import threading
@@ -494,3 +495,33 @@ def test_no_room_is_emptied_by_hand_even_by_a_superuser(by_hand: psycopg.Connect
 def test_a_refusal_reaches_a_caller_of_the_store_as_one_error(store: PostgreSQLStore) -> None:
     with pytest.raises(ForbiddenWrite, match="lifecycle"):
         store._execute("delete from oncebox.ready")
+
+
+@pytest.mark.parametrize("key", ["null", "'key-' || n"], ids=["plain", "keyed"])
+def test_a_cached_plan_compares_no_event_of_a_claim_with_every_other(by_hand: psycopg.Connection, key: str) -> None:
+    token, events, plans = uuid7(), 200, list[str]()
+    by_hand.execute(
+        f"insert into oncebox.event (event_type, payload, ordering_key) "
+        f"select 't', '', {key} from generate_series(1, {events}) n"
+    )
+    by_hand.add_notice_handler(lambda notice: plans.append(notice.message_primary or ""))
+    by_hand.execute("load 'auto_explain'")
+    for setting in ("log_min_duration = 0", "log_nested_statements = on", "log_analyze = on", "log_level = notice"):
+        by_hand.execute(f"set auto_explain.{setting}")
+    by_hand.execute("set plan_cache_mode = force_generic_plan")
+    hands = [(shard << 59) - 1 for shard in range(16)]
+    claim = "select seq from oncebox.claim(%s, 'w', '1 minute', %s, null, 5, null, 0, 0, %s)"
+    taken = [seq for (seq,) in by_hand.execute(claim, [token, events, hands]).fetchall()]
+    acked, failed = sorted(taken)[::3], sorted(taken)[1::3]
+    verdicts = [
+        token,
+        acked,
+        failed,
+        ["R"] * len(failed),
+        [LEASE] * len(failed),
+        ["e"] * len(failed),
+        [1] * len(failed),
+    ]
+    assert by_hand.execute("select oncebox.finalize(%s, %s, %s, %s, %s, %s, %s)", verdicts).fetchone() == ([],)
+    removed = [int(number) for plan in plans for number in re.findall(r"Removed by Join Filter: (\d+)", plan)]
+    assert sum(removed) < events, [plan for plan in plans if "Removed by Join Filter" in plan]

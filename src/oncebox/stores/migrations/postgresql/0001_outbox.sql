@@ -385,6 +385,7 @@ end $$;
 
 -- Takes the head of each of these lanes, which are the caller's already: at most `share` events of each, `room` in all,
 -- up to the first event that is not due, or suspect, or DEAD and blocking. With a `level`, suspects and nothing else.
+-- Rows are compared as (lane, seq): `lane = …` would let the planner walk an index of `seq`, over everybody's events.
 create function oncebox.take_heads(mine bigint[], share integer, room integer, bytes bigint, first boolean,
     level integer) returns oncebox.taken language plpgsql security definer
     set search_path = oncebox, pg_temp, oncebox_door as $$
@@ -401,18 +402,22 @@ begin
             lateral (
                 select coalesce(min(s.seq), 9223372036854775807) as seq from (
                     (select seq from lane_ready
-                     where level is null and lane = w.lane
+                     where level is null
                        and (available_at is not null or batch_max is not null)  -- names the index
                        and (available_at > now() or batch_max is not null)
-                     order by seq limit 1)
+                       and (lane, seq) > (w.lane, 0::bigint) and (lane, seq) < (w.lane, 9223372036854775807)
+                     order by lane, seq limit 1)
                     union all
                     (select seq from lane_ready
-                     where level is not null and lane = w.lane and (available_at > now() or batch_max is null)
-                     order by seq limit 1)
+                     where level is not null and (available_at > now() or batch_max is null)
+                       and (lane, seq) > (w.lane, 0::bigint) and (lane, seq) < (w.lane, 9223372036854775807)
+                     order by lane, seq limit 1)
                     union all
-                    (select seq from blocker where lane = w.lane order by seq limit 1)) s) stop,
+                    (select seq from blocker
+                     where (lane, seq) > (w.lane, 0::bigint) and (lane, seq) < (w.lane, 9223372036854775807)
+                     order by lane, seq limit 1)) s) stop,
             lateral (
-                select ctid, seq, attempts from lane_ready  -- not lane = …: that would let the planner choose lane_ready_seq
+                select ctid, seq, attempts from lane_ready
                 where (lane, seq) > (w.lane, 0::bigint) and (lane, seq) < (w.lane, stop.seq)
                 order by lane, seq limit share) r
         order by w.place, r.seq limit room) h;
@@ -527,7 +532,8 @@ begin
     return hand;
 end $$;
 
--- Lets go of lanes that a claim won and took nothing from: a hold until the first event is due, or none at all.
+-- Lets go of lanes that a claim won and took nothing from: a hold until the first event is due, or none at all. Holds are
+-- found lane by lane: `token = tok` would let the planner find them by token, and compare each with each of `idle`.
 create function oncebox.rest_lanes(tok uuid, idle bigint[]) returns void language plpgsql security definer
     set search_path = oncebox, pg_temp, oncebox_door as $$
 begin
@@ -538,14 +544,16 @@ begin
         select i.lane, r.available_at, r.batch_max,
             exists (select from blocker b where b.lane = i.lane and b.seq < r.seq) as blocked
         from unnest(idle) i(lane), lateral (
-            select seq, available_at, batch_max from lane_ready where lane = i.lane order by seq limit 1) r)
+            select seq, available_at, batch_max from lane_ready
+            where (lane, seq) > (i.lane, 0::bigint) and (lane, seq) < (i.lane, 9223372036854775807)
+            order by lane, seq limit 1) r)
     update hold set token = null,
         until = case when head.blocked then 'infinity' else coalesce(head.available_at, '-infinity') end,
         batch_max = case when not head.blocked then head.batch_max end
     from head
-    where hold.lane = head.lane and hold.token = tok
+    where hold.lane = head.lane and hold.token is not distinct from tok
       and (head.blocked or head.batch_max is not null or head.available_at > now());
-    delete from hold where lane = any (idle) and token = tok;
+    delete from hold where lane = any (idle) and token is not distinct from tok;
 end $$;
 
 -- Takes up to `room` eligible events for one worker, writes one row for the lease of all of them, and returns them
@@ -668,6 +676,43 @@ create function oncebox.on_dead() returns text language sql stable security defi
     select coalesce((select value #>> '{}' from setting where name = 'on_dead'), 'block')
 $$;
 
+-- Files each event of a claim under its verdict. Arrays of a thousand are joined here, about whose length the
+-- planner knows nothing: without nested loops it cannot compare each with each.
+create function oncebox.file_verdicts(held oncebox.claim, acked bigint[], others bigint[], kinds text[],
+    delays interval[], errors text[], charges integer[]) returns void language plpgsql security definer
+    set search_path = oncebox, pg_temp, oncebox_door set enable_nestloop = off as $$
+begin
+    insert into published (seq, attempts, published_by)
+    select h.seq, h.attempts, held.claimed_by
+    from unnest(held.seqs, held.attempts) h(seq, attempts) join unnest(acked) a(seq) using (seq);
+
+    perform note_trouble(array_agg(v.seq), array_agg(v.charge), array_agg(v.error))
+    from unnest(others, charges, errors, kinds) v(seq, charge, error, kind) join unnest(held.seqs) h(seq) using (seq)
+    where v.kind <> 'L' having count(*) > 0;
+
+    insert into waiting (seq, attempts, available_at, batch_max)
+    select h.seq, h.attempts, coalesce(now() + v.delay, '-infinity'), case v.kind when 'L' then held.batch_max end
+    from unnest(held.seqs, held.attempts, held.lanes) h(seq, attempts, lane)
+        join unnest(others, kinds, delays) v(seq, kind, delay) using (seq)
+    where h.lane is null and v.kind in ('R', 'L');
+
+    insert into lane_ready (lane, seq, attempts, available_at, batch_max)
+    select h.lane, h.seq, h.attempts, now() + v.delay, case v.kind when 'L' then held.batch_max end
+    from unnest(held.seqs, held.attempts, held.lanes) h(seq, attempts, lane)
+        join unnest(others, kinds, delays) v(seq, kind, delay) using (seq)
+    where h.lane is not null and v.kind in ('R', 'L');
+
+    insert into dead (seq, attempts)
+    select h.seq, h.attempts
+    from unnest(held.seqs, held.attempts) h(seq, attempts) join unnest(others, kinds) v(seq, kind) using (seq)
+    where v.kind = 'D';
+
+    insert into blocker (lane, seq)
+    select h.lane, h.seq
+    from unnest(held.seqs, held.lanes) h(seq, lane) join unnest(others, kinds) v(seq, kind) using (seq)
+    where v.kind = 'D' and h.lane is not null and on_dead() = 'block';
+end $$;
+
 -- Writes what became of the events of one claim; returns those that the token does not hold (LR-003).
 --
 -- `acked` were published. The other arrays stand side by side, one place for each event with another verdict:
@@ -699,36 +744,7 @@ begin
         raise exception 'oncebox: an event has two verdicts in one call' using errcode = 'OB002';
     end if;
 
-    insert into published (seq, attempts, published_by)
-    select h.seq, h.attempts, held.claimed_by
-    from unnest(held.seqs, held.attempts) h(seq, attempts) join unnest(acked) a(seq) using (seq);
-
-    perform note_trouble(array_agg(v.seq), array_agg(v.charge), array_agg(v.error))
-    from unnest(others, charges, errors, kinds) v(seq, charge, error, kind) join unnest(held.seqs) h(seq) using (seq)
-    where v.kind <> 'L' having count(*) > 0;
-
-    insert into waiting (seq, attempts, available_at, batch_max)
-    select h.seq, h.attempts, coalesce(now() + v.delay, '-infinity'), case v.kind when 'L' then held.batch_max end
-    from unnest(held.seqs, held.attempts, held.lanes) h(seq, attempts, lane)
-        join unnest(others, kinds, delays) v(seq, kind, delay) using (seq)
-    where h.lane is null and v.kind in ('R', 'L');
-
-    insert into lane_ready (lane, seq, attempts, available_at, batch_max)
-    select h.lane, h.seq, h.attempts, now() + v.delay, case v.kind when 'L' then held.batch_max end
-    from unnest(held.seqs, held.attempts, held.lanes) h(seq, attempts, lane)
-        join unnest(others, kinds, delays) v(seq, kind, delay) using (seq)
-    where h.lane is not null and v.kind in ('R', 'L');
-
-    insert into dead (seq, attempts)
-    select h.seq, h.attempts
-    from unnest(held.seqs, held.attempts) h(seq, attempts) join unnest(others, kinds) v(seq, kind) using (seq)
-    where v.kind = 'D';
-
-    insert into blocker (lane, seq)
-    select h.lane, h.seq
-    from unnest(held.seqs, held.lanes) h(seq, lane) join unnest(others, kinds) v(seq, kind) using (seq)
-    where v.kind = 'D' and h.lane is not null and on_dead() = 'block';
-
+    perform file_verdicts(held, acked, others, kinds, delays, errors, charges);
     perform shrink_claim(held, given);
     return array(select unnest(given) except select unnest(held.seqs));
 end $$;
@@ -754,7 +770,8 @@ begin
     if held.lanes is null then
         return;
     end if;
-    delete from hold where token = held.token and not lane = any (array_remove(coalesce(rest.lanes, '{}'), null));
+    delete from hold using (select unnest(held.lanes) as lane except select unnest(rest.lanes)) free
+    where hold.lane = free.lane and hold.token is not distinct from held.token;  -- not token = …: see rest_lanes
 end $$;
 
 -- --- reap -----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,8 @@ def main(arguments: Sequence[str], *, faults: Sequence[Fault] = FAULTS, bench: B
     for test in red_anyway:
         print(f"red without any fault, so no witness: {test}")
     print(report.summary(trials))
-    keep(trials, options.json, whole=faults is FAULTS and chosen == list(faults))
+    known_before = report.read(options.json.read_text("utf-8"), faults) if options.merge else []
+    keep(trials, known_before, options.json, faults)
     return 1 if red_anyway or any(map(report.bad, trials)) else 0
 
 
@@ -54,6 +55,7 @@ def parser(faults: Sequence[Fault]) -> argparse.ArgumentParser:
     shown.add_argument("--store", choices=stores, help="the faults of one store only")
     shown.add_argument("--list", action="store_true", help="show the faults, and plant none")
     shown.add_argument("--jobs", type=int, default=2, help="how many at once (%(default)s)")
+    shown.add_argument("--merge", action="store_true", help="keep what an earlier run found about the other faults")
     shown.add_argument("--json", type=Path, default=JSON, help="where to keep what was found (%(default)s)")
     return shown
 
@@ -92,11 +94,14 @@ def checked(bench: Bench, trials: Sequence[Trial], pool: ThreadPoolExecutor) -> 
     return [trial.without(red_anyway) for trial in trials], red_anyway
 
 
-def keep(trials: Sequence[Trial], path: Path, *, whole: bool) -> None:
+def keep(trials: Sequence[Trial], known_before: Sequence[Trial], path: Path, faults: Sequence[Fault]) -> None:
+    """Write down what is known now; the page only when every fault of the catalogue was tried."""
+    newest = {trial.fault.name: trial for trial in (*known_before, *trials)}
+    together = [newest[fault.name] for fault in faults if fault.name in newest]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report.document(trials), indent=1) + "\n")
-    if whole:
-        PAGE.write_text(report.page(trials), "utf-8")
+    path.write_text(json.dumps(report.document(together), indent=1) + "\n")
+    if faults is FAULTS and len(together) == len(faults):
+        PAGE.write_text(report.page(together), "utf-8")
 
 
 if __name__ == "__main__":

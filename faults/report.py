@@ -1,5 +1,6 @@
 """What the trials showed: a line for people, JSON, and the page."""
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -70,6 +71,21 @@ def document(trials: Sequence[Trial]) -> list[dict[str, Any]]:
             "seconds": round(trial.seconds, 1),
         }
         for trial in trials
+    ]
+
+
+def read(text: str, faults: Iterable[Fault]) -> list[Trial]:
+    """The trials that such JSON tells of; what the catalogue no longer has is left out."""
+    by_name = {fault.name: fault for fault in faults}
+    return [
+        Trial(
+            fault=by_name[told["fault"]],
+            verdict=Verdict(told["verdict"]),
+            red=[Red(**one) for one in told["red"]],
+            seconds=told["seconds"],
+        )
+        for told in json.loads(text)
+        if told["fault"] in by_name
     ]
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from faults.__main__ import ROOT, main
+from faults import report
+from faults.__main__ import ROOT, keep, main
 from faults.catalogue import FAULTS
 from faults.fault import DoesNotApply, Edit, Fault
 from faults.suites import Suite
-from faults.trial import LEFT_BEHIND, Bench, Limits
+from faults.trial import LEFT_BEHIND, Bench, Limits, Red, Trial, Verdict
 from oncebox.testing.requirements import read_groups
 
 SQLITE_SCHEMA = "src/oncebox/stores/migrations/sqlite/0001_outbox.sql"
@@ -193,6 +194,18 @@ def test_the_rest_of_the_suite_looks_if_the_first_part_saw_nothing(good: Found) 
 def test_a_fault_that_hangs_the_tests_is_noticed(good: Found) -> None:
     assert good.red["hanging"] == ["tests/test_first.py::test_a_duration_is_read"]
     assert "test_a_duration_is_read (never ended)" in good.said
+
+
+def test_a_later_run_keeps_what_it_did_not_try_again(tmp_path: Path) -> None:
+    first = [Trial(NOTICED, Verdict.NOTICED, [Red("test_one")]), Trial(LATE, Verdict.HOLE)]
+    keep(first, [], tmp_path / "found.json", [NOTICED, LATE, STALE])
+    before = report.read((tmp_path / "found.json").read_text(), [NOTICED, LATE])
+    keep([Trial(LATE, Verdict.NOTICED, [Red("test_two", hung=True)])], before, tmp_path / "found.json", [LATE, NOTICED])
+    told = json.loads((tmp_path / "found.json").read_text())
+    assert [(one["fault"], one["verdict"], one["red"]) for one in told] == [
+        ("late", "noticed", [{"test": "test_two", "hung": True}]),
+        ("noticed", "noticed", [{"test": "test_one", "hung": False}]),
+    ]
 
 
 def test_a_fault_that_breaks_nothing_is_a_hole_and_fails_the_run(bad: Found) -> None:

@@ -32,11 +32,13 @@ values (%s, %s, %s, %s, %s, %s, %s, %s)
 KEYS = 10_000
 WHY_BULK = (
     "Beside the row that the bare COPY writes, an event gets a row in the room of what is ready, and its writer's "
-    "transaction id; and every draft is checked first."
+    "transaction id: 10 to 15 ms more of the server's time for 10,000 events. Before the first row is sent, all are "
+    "checked and have their ids (9 ms), while the server waits; the bare COPY checks nothing."
 )
 WHY_SINGLE = (
-    "The INSERT fires a trigger that files the event under what is ready, behind a guard; the shorter a commit "
-    "takes on a machine, the more of this shows."
+    "The INSERT fires a trigger. Of some 33 µs that the server takes more, 9 go into calling it with the new row, 17 "
+    "into the row in the room of what is ready and the guard before it, 7 into the rules of birth; the checks and the "
+    "way to the driver take 15 µs in Python. The shorter a commit takes on a machine, the more of this shows."
 )
 
 

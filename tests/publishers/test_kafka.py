@@ -24,6 +24,8 @@ from oncebox.testing.servers import free_port
 requirement = pytest.mark.requirement
 KEYS = 20
 SECRET = "s3cret-5d1e"
+LARGE = b"x" * 1_040_000  # larger than a batch of ours, so it travels alone
+LOWERED = 700_000  # a limit that LARGE breaks, and a batch of the small ones does not
 
 
 @pytest.fixture
@@ -61,6 +63,12 @@ def set_limit(server: Kafka, topic: str, limit: int) -> None:
     client = AdminClient(server.client)
     for future in client.incremental_alter_configs([resource]).values():
         future.result(30)
+    given.patiently(lambda: limit_of(client, topic) == limit)
+
+
+def limit_of(client: AdminClient, topic: str) -> int:
+    (future,) = client.describe_configs([ConfigResource(ResourceType.TOPIC, topic)]).values()
+    return int(future.result(30)["max.message.bytes"].value)
 
 
 def numbers_by_key(server: Kafka, topic: str) -> dict[bytes | None, list[int]]:
@@ -133,20 +141,39 @@ def test_a_limit_lowered_behind_our_back_stops_the_key_at_the_refused_event(
     """The broker itself refuses in the middle: nothing of the key may come after it, and no innocent is condemned."""
     topic = kafka.create_topic()
     given.publish(publisher, [given.claimed(topic, b"0 ", ordering_key="before")])
-    set_limit(kafka, topic, 3000)
-    claims = [given.claimed(topic, f"{number} ".encode(), ordering_key="key") for number in range(5000)]
-    claims[700] = given.claimed(topic, b"700 " + b"x" * 900_000, ordering_key="key")
+    set_limit(kafka, topic, LOWERED)
+    claims = [given.claimed(topic, f"{number} ".encode(), ordering_key="key") for number in range(2000)]
+    claims[700] = given.claimed(topic, b"700 " + LARGE, ordering_key="key")
     outcomes = publisher.publish(claims, given.long())
-    acknowledged = outcomes.count(None)
-    assert outcomes[:acknowledged] == [None] * acknowledged
-    assert acknowledged <= 700
-    assert not any(outcome.permanent for outcome in given.failures(outcomes))
-    arrived = numbers_by_key(kafka, topic)[b"key"]
-    assert arrived == list(range(len(arrived)))
-    assert acknowledged <= len(arrived) <= 700
+    assert outcomes[:700] == [None] * 700
+    assert failed(outcomes[700]).scope is Scope.DESTINATION
+    assert None not in outcomes[701:]
+    assert numbers_by_key(kafka, topic)[b"key"] == list(range(700))
+    outcomes = publisher.publish(claims[700:], given.long())
+    assert failed(outcomes[0]).permanent
+    assert outcomes[1:] == [NOT_TRIED] * 1299
+    given.publish(publisher, claims[701:])
+
+
+@requirement("LC-18")
+@pytest.mark.parametrize("apart", ["topics", "partitions"])
+def test_a_key_that_its_broker_refuses_in_one_place_is_not_continued_in_another(
+    apart: str, kafka: Kafka, publisher: KafkaPublisher
+) -> None:
+    first = kafka.create_topic(partitions=8)
+    second = kafka.create_topic() if apart == "topics" else first
+    given.publish(publisher, given.several(first, 1))
+    set_limit(kafka, first, LOWERED)
+    claims = [
+        given.claimed(first, b"0 ", ordering_key="key", partition_key="p"),
+        given.claimed(first, b"1 " + LARGE, ordering_key="key", partition_key="p"),
+        *(given.claimed(second, b"2 ", ordering_key="key", partition_key=f"p{number}") for number in range(20)),
+    ]
     outcomes = publisher.publish(claims, given.long())
-    assert failed(outcomes[700]).permanent
-    assert outcomes[:700] + outcomes[701:] == [None] * 700 + [NOT_TRIED] * 4299
+    assert outcomes[0] is None
+    assert failed(outcomes[1]).scope is Scope.DESTINATION
+    assert outcomes[2:] == [NOT_TRIED] * 20
+    assert not {given.id_of(claim) for claim in claims[1:]} & {*ids_at(kafka, first), *ids_at(kafka, second)}
 
 
 def test_an_event_without_a_key_fails_alone_in_a_compacted_topic(kafka: Kafka, publisher: KafkaPublisher) -> None:
@@ -292,10 +319,10 @@ def test_what_was_not_tried_when_the_lease_was_lost_never_arrives(own: Kafka) ->
     publisher = KafkaPublisher.open(own.url)
     given.publish(publisher, given.several(topic, 1))
     own.pause()
-    claims = [given.claimed(topic, b"x" * 5000) for _ in range(3000)]
+    claims = [given.claimed(topic, b"x" * 50_000) for _ in range(300)]  # far more than is in flight at once
     deadline = Deadline(600)
     running = given.Running(publisher, claims, deadline)
-    clock.sleep(0.5)
+    clock.sleep(2)  # until the client holds them all; were it fewer, the test would only prove less
     deadline.lose()
     outcomes = running.outcomes()
     own.resume()

@@ -497,6 +497,19 @@ def test_a_refusal_reaches_a_caller_of_the_store_as_one_error(store: PostgreSQLS
         store._execute("delete from oncebox.ready")
 
 
+@pytest.mark.requirement("LR-040")
+def test_a_claim_passes_over_what_another_is_taking(
+    store: PostgreSQLStore, postgresql_url: str, by_hand: psycopg.Connection
+) -> None:
+    store.append(_events(10))
+    claim = "select seq from oncebox.claim(%s, 'w', '1 minute', %s, null, 5, null, 0, 0, null)"
+    with psycopg.connect(postgresql_url) as other, by_hand.transaction():
+        other.execute("set lock_timeout = '5s'")  # rather an error than for ever
+        first = by_hand.execute(claim, [uuid7(), 4]).fetchall()
+        second = other.execute(claim, [uuid7(), 10]).fetchall()
+    assert (len(first), len(second), len({*first, *second})) == (4, 6, 10)
+
+
 @pytest.mark.parametrize("key", ["null", "'key-' || n"], ids=["plain", "keyed"])
 def test_a_cached_plan_compares_no_event_of_a_claim_with_every_other(by_hand: psycopg.Connection, key: str) -> None:
     token, events, plans = uuid7(), 200, list[str]()

@@ -13,8 +13,9 @@ REQUIREMENTS := build/requirements.json
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: package ## run the small shop: orders and their events in one transaction, then list, kill, replay, stats
-	@$(RUN) examples/shop.py
+demo: ## run a small shop and its relay on Spark, and kill a worker in the middle
+	@$(PYTHON) scripts/environment.py build spark
+	@$(RUN) examples/shop_relay.py
 
 test: spark ## run every test against real servers, and write build/requirements.json and docs/conformance.md
 	@scripts/debian-packages pgbouncer=pgbouncer

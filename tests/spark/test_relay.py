@@ -1,28 +1,34 @@
 """The relay on Spark: nothing lost, receipts whole, whatever is killed."""
 
-import json
-import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
 
-from oncebox import NewEvent, OutboxStore, Query, State, open_store
-from oncebox.clock import uuid7s
+from oncebox import OutboxStore, State
 from oncebox.config import Timing
 from oncebox.errors import InvalidSetting
-from oncebox.publishers.file import read
+from oncebox.relay.reaper import Reaper
 from oncebox.relay.settings import RelaySettings
 from oncebox.spark import Plan, Receipts, SparkRelay, relay
 from oncebox.testing.servers import PostgreSQL
+from tests.spark.steps import (
+    PATIENCE,
+    delivered,
+    fill,
+    has_published,
+    kill_a_worker,
+    opened,
+    published,
+    received,
+    until,
+    workers,
+)
 
 SETTINGS = RelaySettings(
     name="shop",
@@ -34,17 +40,6 @@ SETTINGS = RelaySettings(
         shutdown_timeout=timedelta(seconds=8),
     ),
 )
-PATIENCE = 120.0  # a guard against a test that hangs, never a measure
-
-
-@contextmanager
-def opened(url: str) -> Iterator[OutboxStore]:
-    store = open_store(url, check_schema=False)
-    store.migrate()
-    try:
-        yield store
-    finally:
-        store.close()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -62,60 +57,6 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def store(url: str) -> Iterator[OutboxStore]:
     with opened(url) as store:
         yield store
-
-
-def fill(store: OutboxStore, number: int, keys: int = 0) -> None:
-    for start in range(0, number, 1_000):
-        ids = uuid7s(min(1_000, number - start))
-        store.append(
-            [
-                NewEvent(
-                    event_id=event_id,
-                    event_type="order.created",
-                    payload=json.dumps(start + place).encode(),
-                    ordering_key=f"key-{(start + place) % keys}" if keys else None,
-                )
-                for place, event_id in enumerate(ids)
-            ]
-        )
-
-
-def until(condition: Callable[[], Any]) -> None:
-    ends = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < ends, "this never came true"
-        time.sleep(0.02)
-
-
-def published(store: OutboxStore) -> int:
-    return store.stats().states[State.PUBLISHED]
-
-
-def has_published(store: OutboxStore, number: int) -> bool:
-    return published(store) >= number
-
-
-def delivered(store: OutboxStore) -> set[str]:
-    """The ids of all PUBLISHED events."""
-    found: set[str] = set()
-    last: int | None = None
-    while page := store.find(Query(states=[State.PUBLISHED]), limit=1_000, after=last):
-        found |= {str(record.event.event_id) for record in page}
-        last = page[-1].seq
-    return found
-
-
-def received(folder: Path) -> list[int]:
-    """The numbers in the payloads that reached the files, in their order."""
-    return [json.loads(one.payload) for one in read(folder)]
-
-
-def kill_a_worker(store: OutboxStore) -> int:
-    """kill -9 of one Python worker that works on this store; its process id."""
-    until(lambda: [worker for worker in store.workers() if worker.kind == "worker"])
-    worker = next(worker for worker in store.workers() if worker.kind == "worker")
-    os.kill(worker.pid, signal.SIGKILL)
-    return worker.pid
 
 
 def run_in_thread(running: SparkRelay) -> tuple[threading.Thread, threading.Event]:
@@ -182,11 +123,9 @@ def test_two_relays_of_one_name_are_told_apart(spark: SparkSession, url: str, st
 
 @pytest.mark.requirement("LR-020")
 def test_without_a_reaper_nothing_is_claimed(spark: SparkSession, url: str, store: OutboxStore) -> None:
-    from oncebox.relay.reaper import Reaper
-
     fill(store, 10)
     with relay(spark, store=url, to="null:", settings=SETTINGS, plan=Plan(queries=1, reaper=False)):
-        until(lambda: [worker for worker in store.workers() if worker.kind == "worker"])
+        until(lambda: workers(store))
         time.sleep(1)
         assert store.stats().states[State.PENDING] == 10
         stop = threading.Event()

@@ -19,7 +19,7 @@ CLAIM_MAX = 100_000  # events in one claim, of a control row
 
 _UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdw])")
-_PASSWORD = re.compile(r"(?<=://)([^/?#@:]*):[^/?#]*@")
+_PASSWORD = re.compile(r"(?<=://)([^/?#@:]*):.*@")  # up to the last @: a password may hold what should be encoded
 _SECRET_OPTION = re.compile(r"([?&][^=&]*(?:password|secret|token|key)[^=&]*=)[^&#]*", re.IGNORECASE)
 
 

@@ -194,6 +194,13 @@ def test_no_error_shows_a_secret(rest: str) -> None:
     assert "s3cret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("password", ["a/s3cret", "a?s3cret", "a#s3cret", "a@s3cret", "℀s3cret", "[s3cret", "a:s3cret"])
+def test_a_password_that_should_have_been_encoded_is_not_shown_either(password: str) -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        read(f"x://user:{password}@host:1/?nothing=1")
+    assert "s3cret" not in str(caught.value)
+
+
 def test_a_secret_that_is_no_choice_is_not_shown() -> None:
     with pytest.raises(InvalidSetting) as caught:
         PublisherUrl("x://h/?api_token=s3cret").text("api_token", None, choices=("a", "b"))

@@ -46,6 +46,7 @@ _NAME_MAX = 240  # bytes of a folder's name, on every file system
 _FORGOTTEN_MAX = 2_000  # old identities that a call removes: more than it adds
 _MOMENT = 0.05  # seconds until a lost lease is noticed
 _SEGMENT = re.compile(r"(\d{12})\.jsonl")
+_TEMPORARY = re.compile(r"(\d+)-(\d{12})\.tmp")
 _SCHEMA = """
 create table if not exists event (
     identity blob not null, folder integer not null, at integer not null, primary key (identity, folder)
@@ -58,7 +59,7 @@ create table if not exists segment (id integer primary key, folder text not null
 class FilePublisher(Publisher):
     """Writes each batch as one segment for each destination, whole or not at all."""
 
-    guarantees = Guarantees(deduplicates=True)
+    guarantees = Guarantees(deduplicates=True, calls_max=1)  # one writer at a time
 
     def __init__(self, url: PublisherUrl) -> None:
         if url.authority not in {"", "localhost"} or not url.path.strip("/"):
@@ -312,7 +313,10 @@ class _Index:
     def _clear_up(self) -> None:
         """What a crash left: the index decides whether it counts."""
         for temporary in sorted(self._work.glob("*.tmp")):
-            folder_id, _, number = temporary.stem.partition("-")
+            match = _TEMPORARY.fullmatch(temporary.name)
+            if match is None:  # not ours
+                continue
+            folder_id, number = match.groups()
             found = self._connection.execute(
                 "select folder from segment where id = ? and number >= ?", (int(folder_id), int(number))
             ).fetchone()

@@ -189,8 +189,10 @@ class PublisherUrl:
         try:
             parts = urlsplit(url)
             given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-        except ValueError as error:
-            raise self.wrong(f"cannot be read: {hidden_password(str(error))}") from None
+        except ValueError:  # its text may show a secret
+            raise self.wrong(
+                "cannot be read; write scheme://host/path?option=value, special characters as %XX"
+            ) from None
         self._parts = parts
         self.scheme = parts.scheme
         self.authority = parts.netloc.rpartition("@")[2]  # as it is written: some name several hosts

@@ -25,7 +25,7 @@ _torn = False  # the last line has no end: the next one must not become part of 
 class StdoutPublisher(Publisher):
     """Writes lines to the standard output; an event counts as acknowledged when its line is written whole."""
 
-    guarantees = Guarantees(durable=False)
+    guarantees = Guarantees(durable=False, calls_max=1)
 
     def __init__(self, url: PublisherUrl) -> None:
         if url.path.strip("/") or url.authority:

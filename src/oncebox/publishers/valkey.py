@@ -135,6 +135,7 @@ class ValkeyPublisher(Publisher):
         event = claim.event
         own, key, replays = own_headers(event), key_of(event), claim.replays
         identity, event_id, payload = event.event_id.bytes, str(event.event_id), event.payload
+        described = _described(event.event_type, event.content_type)
         count, more = 8, b""
         if key is not None:
             count, more = count + 2, _KEY + argument(key.encode())
@@ -153,7 +154,7 @@ class ValkeyPublisher(Publisher):
             count,
             _EVENT_ID,
             event_id.encode(),
-            _described(event.event_type, event.content_type),
+            described,
             len(payload),
             payload,
             more,

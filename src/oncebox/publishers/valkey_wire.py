@@ -34,7 +34,11 @@ class Wire:
         made: socket.socket = self._connection._sock  # the client itself cannot send under a deadline
         made.settimeout(_MOMENT)
         self._socket = made
-        self.value_max = self._value_max(deadline)
+        try:
+            self.value_max = self._value_max(deadline)
+        except BaseException:
+            self.close()
+            raise
 
     def _value_max(self, deadline: Deadline) -> int:
         """The largest value that the server takes; it hangs up on a larger one, so it is asked before."""

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str], *, faults: Sequence[Fault] = FAULTS, bench: B
     for test in red_anyway:
         print(f"red without any fault, so no witness: {test}")
     print(report.summary(trials))
-    known_before = report.read(options.json.read_text("utf-8"), faults) if options.merge else []
+    known_before = [trial for file in options.merge for trial in report.read(file.read_text("utf-8"), faults)]
     keep(trials, known_before, options.json, faults)
     return 1 if red_anyway or any(map(report.bad, trials)) else 0
 
@@ -55,7 +55,14 @@ def parser(faults: Sequence[Fault]) -> argparse.ArgumentParser:
     shown.add_argument("--store", choices=stores, help="the faults of one store only")
     shown.add_argument("--list", action="store_true", help="show the faults, and plant none")
     shown.add_argument("--jobs", type=int, default=2, help="how many at once (%(default)s)")
-    shown.add_argument("--merge", action="store_true", help="keep what an earlier run found about the other faults")
+    shown.add_argument(
+        "--merge",
+        nargs="+",
+        default=[],
+        metavar="JSON",
+        type=Path,
+        help="keep what earlier runs found about the other faults, the last one in case of doubt",
+    )
     shown.add_argument("--json", type=Path, default=JSON, help="where to keep what was found (%(default)s)")
     return shown
 

@@ -73,7 +73,7 @@ def url_of(folder: Path) -> str:
 
 @pytest.mark.requirement("LC-16")
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("step", ["_write_synced", "_sync_folder", "_put_in_place"])
+@pytest.mark.parametrize("step", ["_write", "_sync_file", "_sync_folder", "_put_in_place"])
 def test_a_kill_at_any_step_leaves_each_event_once(step: str, moment: str, tmp_path: Path) -> None:
     """The dying process sends to two folders; another one tries again, in other company."""
     (tmp_path / ".oncebox").mkdir()  # so that the first sync is that of a step
@@ -159,13 +159,13 @@ def test_a_full_disk_is_a_failure_of_the_broker_and_leaves_no_half_segment(tmp_p
 
 def test_a_segment_is_seen_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[Path]] = []
-    original = file._write_synced
+    original = file._write
 
     def looking(path: Path, lines: list[bytes]) -> None:
         original(path, lines)
         seen.append(list(tmp_path.glob("*/*.jsonl")))
 
-    monkeypatch.setattr(file, "_write_synced", looking)
+    monkeypatch.setattr(file, "_write", looking)
     publisher = FilePublisher.open(url_of(tmp_path))
     given.publish(publisher, given.several("order.created", 3))
     publisher.close()
@@ -178,7 +178,7 @@ def test_a_segment_is_seen_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.requirement("LR-012")
 def test_a_lease_lost_while_a_segment_is_written_takes_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deadline = given.long()
-    original = file._write_synced
+    original = file._write
 
     def losing(path: Path, lines: list[bytes]) -> None:
         original(path, lines)
@@ -187,13 +187,29 @@ def test_a_lease_lost_while_a_segment_is_written_takes_it_back(tmp_path: Path, m
     publisher = FilePublisher.open(url_of(tmp_path))
     claims = given.several("order.created", 3)
     with monkeypatch.context() as patch:
-        patch.setattr(file, "_write_synced", losing)
+        patch.setattr(file, "_write", losing)
         assert publisher.publish(claims, deadline) == [NOT_TRIED] * 3
     assert list(read(tmp_path)) == []
     assert list((tmp_path / ".oncebox").glob("*.tmp")) == []
     given.publish(publisher, claims)
     publisher.close()
     assert arrived(tmp_path) == Counter(map(given.id_of, claims))
+
+
+@pytest.mark.requirement("LC-19")
+def test_a_commit_that_fails_is_decided_by_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the transaction is gone before its commit, as after an error of the disk."""
+    publisher = FilePublisher.open(url_of(tmp_path))
+    given.publish(publisher, [given.claimed("order.created")])
+    claims = given.several("order.created", 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(file._Index, "_forget", lambda index: index._connection.execute("rollback"))
+        outcomes = publisher.publish(claims, given.long())
+    assert [failure.scope for failure in given.failures(outcomes)] == [Scope.BROKER] * 3
+    given.publish(publisher, claims)
+    publisher.close()
+    assert len(list(read(tmp_path))) == 4
+    assert list((tmp_path / ".oncebox").glob("*.tmp")) == []
 
 
 def test_segments_are_numbered_without_gaps_and_no_number_comes_twice(tmp_path: Path) -> None:

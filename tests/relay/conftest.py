@@ -1,6 +1,7 @@
 """A stage on each store."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,9 @@ def staged(url: str, folder: Path) -> Iterator[Stage]:
     yield stage
     for store in (stage.store, *stage.opened):
         store.close()
+
+
+staging = contextmanager(staged)
 
 
 @pytest.fixture

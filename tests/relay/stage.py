@@ -50,8 +50,13 @@ def patiently(attempt: Callable[[], T]) -> T:
 
 def relay_settings(**changes: Any) -> RelaySettings:
     """Settings under which a test need not wait."""
-    pauses = {"pause_min": timedelta(milliseconds=40), "pause_max": timedelta(milliseconds=160)}
-    return RelaySettings(**{"look": LOOK, "policies": QUICK, **pauses} | changes)
+    usual: dict[str, Any] = {
+        "look": LOOK,
+        "policies": QUICK,
+        "pause_min": timedelta(milliseconds=40),
+        "pause_max": timedelta(milliseconds=160),
+    }
+    return RelaySettings(**usual | changes)
 
 
 class Work:

@@ -3,6 +3,7 @@
 import threading
 from datetime import timedelta
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.relay.stage import Stage, patiently
 
 MISSING = Failure("no such topic", Scope.DESTINATION)
 DOWN = Failure("connection refused", Scope.BROKER)
-PAUSE = {"pause_min": timedelta(milliseconds=300), "pause_max": timedelta(milliseconds=600)}
+PAUSE: dict[str, Any] = {"pause_min": timedelta(milliseconds=300), "pause_max": timedelta(milliseconds=600)}
 
 
 class OneByOne(ScriptedPublisher):
@@ -143,6 +144,7 @@ def test_a_success_in_the_same_batch_does_not_hide_that_the_broker_fails(stage: 
         next(run)
         assert breaker.open == [BROKER, "paused"]
     failing = next(record for record in stage.store.find() if record.event.event_type == "failing")
+    assert failing.available_at is not None
     assert failing.available_at - failing.event.created_at > timedelta(seconds=200)
 
 

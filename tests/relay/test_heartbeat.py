@@ -12,7 +12,7 @@ from oncebox.publishers.base import Deadline, Outcome
 from oncebox.relay.heartbeat import Heartbeat
 from oncebox.testing.proxy import Proxy
 from oncebox.testing.servers import PostgreSQL
-from tests.relay.conftest import staged
+from tests.relay.conftest import staging
 from tests.relay.meter import Meter
 from tests.relay.stage import BRIEF, PATIENCE_SECONDS, Gate, Stage, errors, patiently
 
@@ -251,7 +251,7 @@ def test_a_hung_database_cannot_make_a_publish_outlive_its_lease(own_server: Pos
             over.set()
         return None
 
-    for stage in staged(own_server.url, tmp_path):
+    with staging(own_server.url, tmp_path) as stage:
         stage.append(1)
         with stage.reaping(), stage.working(stage.publisher(script), timing=BRIEF) as work:
             gate.await_somebody()

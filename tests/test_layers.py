@@ -17,7 +17,7 @@ LAYERS = (
     {"errors", "clock"},
     {"event", "config"},
     {"retry", "telemetry"},
-    {"stores", "publishers"},
+    {"stores", "publishers", "states", "sources"},
     {"producer", "relay", "processor"},
     {"wiring"},
     {"spark", "admin"},
@@ -28,7 +28,7 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # An engine sees contracts, never an adapter.
 ENGINES = {"relay", "processor"}
-CONTRACTS = ("stores.base", "publishers.base")
+CONTRACTS = ("stores.base", "publishers.base", "states.base", "sources.base")
 
 # A driver or a client is imported in the files that bear its name, and nowhere else, not even late.
 DRIVERS = {
@@ -88,7 +88,7 @@ def _inner_objection(room: str, target: str) -> str | None:
         return f"{target or 'oncebox'} stands in no layer: import what is needed from its own module"
     if LEVEL[other] >= LEVEL[room]:
         return f"{room} may not import {target}, which does not stand below it"
-    if room in ENGINES and other in {"stores", "publishers"} and not f"{target}.".startswith(_contracts()):
+    if room in ENGINES and other in {"stores", "publishers", "states", "sources"} and not f"{target}.".startswith(_contracts()):
         return f"{room} is an engine and sees only {' and '.join(CONTRACTS)}, not {target}"
     return None
 

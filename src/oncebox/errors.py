@@ -9,6 +9,14 @@
     │  ├─ UnknownStore            no store is registered for the URL's scheme
     │  └─ UnknownPublisher        no publisher is registered for it
     ├─ PublisherUnavailable       the broker does not answer
+    ├─ SourceError
+    │  ├─ SourceUnavailable       the source does not answer
+    │  └─ PositionGone            the source no longer has what comes next (retention)
+    ├─ StateError
+    │  ├─ StateUnavailable        the state store does not answer; what was asked may or may not have happened
+    │  ├─ StateInUse              another process has the local store open
+    │  ├─ Fenced                  another owner has taken the partition
+    │  └─ PartitionsChanged       the source has another number of partitions than the state
     └─ StoreError                 the store refused or could not be reached
        ├─ StoreUnavailable        it does not answer; the same call may pass later
        ├─ ForbiddenWrite          the database refused a write that breaks the lifecycle (LC-01, LC-20, EM-24)
@@ -59,6 +67,38 @@ class UnknownPublisher(UsageError):
 
 class PublisherUnavailable(OnceboxError):
     """The broker does not answer; the same call may pass later."""
+
+
+class SourceError(OnceboxError):
+    """A source of events could not be read."""
+
+
+class SourceUnavailable(SourceError):
+    """The source does not answer; the same call may pass later."""
+
+
+class PositionGone(SourceError):
+    """The source no longer has what comes after the checkpoint: going on would skip it."""
+
+
+class StateError(OnceboxError):
+    """A state store refused a request or could not carry it out."""
+
+
+class StateUnavailable(StateError):
+    """The state store does not answer; what was asked may or may not have happened."""
+
+
+class StateInUse(StateError):
+    """Another living process has this local store open."""
+
+
+class Fenced(StateError):
+    """Another owner has taken the partition; nothing was written."""
+
+
+class PartitionsChanged(StateError):
+    """The source has another number of partitions than the state was made for."""
 
 
 class StoreError(OnceboxError):

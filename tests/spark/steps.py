@@ -15,7 +15,7 @@ from oncebox.clock import uuid7s
 from oncebox.publishers.file import read
 from oncebox.stores.base import Worker
 
-PATIENCE = 120.0  # a guard against a test that hangs, never a measure
+PATIENCE = 400.0  # a guard against a test that hangs, never a measure
 
 
 @contextmanager

@@ -23,6 +23,8 @@ from oncebox.spark.java import find_java
 from oncebox.testing.servers import Valkey
 from tests.spark.steps import PATIENCE, delivered, fill, has_published, opened, published, received, until, workers
 
+pytestmark = pytest.mark.timeout(900)  # a relay of its own for each test: its Spark starts first
+
 SMALL = ["--lease", "8s", "--claim-max", "50", "--shift", "4s"]
 LOCAL_CLUSTER = "local-cluster[2,1,1024]"
 

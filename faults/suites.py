@@ -33,7 +33,7 @@ POSTGRESQL = Suite(
     "postgresql", ("tests/conformance/test_postgresql.py", "tests/stores/test_postgresql.py"), "postgresql"
 )
 PRODUCER = Suite("producer", ("tests/producer",))
-UNIT = Suite("unit", ("tests/unit",), never=("test_faults", "test_requirements", "test_servers"))
+UNIT = Suite("unit", ("tests/unit",), never=("test_benchmarks", "test_faults", "test_requirements", "test_servers"))
 CLI = Suite("cli", ("tests/cli", "tests/unit/test_operations.py"))
 
 SUITES = (SQLITE, POSTGRESQL, PRODUCER, UNIT, CLI)

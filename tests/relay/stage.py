@@ -163,9 +163,9 @@ class Stage:
         return work.batches
 
     @contextmanager
-    def reaping(self, interval: timedelta = timedelta(milliseconds=200)) -> Iterator[Reaper]:
+    def reaping(self, interval: timedelta = timedelta(milliseconds=200), *, url: str | None = None) -> Iterator[Reaper]:
         """A reaper at work in a thread."""
-        reaper = Reaper(self.open(), interval=interval)
+        reaper = Reaper(self.open(url), interval=interval)
         stop = threading.Event()
         thread = threading.Thread(target=reaper.run, args=(stop,), name="reaper", daemon=True)
         thread.start()

@@ -215,6 +215,36 @@ def test_a_worker_whose_heartbeat_cannot_be_heard_claims_nothing(postgresql_stag
         stage.until_states(PUBLISHED=5)
 
 
+@pytest.mark.requirement("LR-012")
+def test_a_heartbeat_that_fails_in_a_way_that_nobody_expected_is_a_failed_heartbeat(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its thread must not end unseen: the worker would never hear an order again."""
+    gate = Gate()
+    odd = stage.open()
+
+    def script(claim: Claim, deadline: Deadline) -> Outcome:
+        if claim.attempts == 1:
+            gate.wait()
+            patiently(lambda: deadline.lost)
+        return None
+
+    def fail() -> None:
+        raise LookupError("a row of another version")
+
+    stage.append(2)
+    with stage.reaping(), stage.working(stage.publisher(script), timing=BRIEF, heartbeat_store=odd) as work:
+        gate.await_somebody()
+        with monkeypatch.context() as patch:
+            patch.setattr(odd, "control", fail)
+            gate.open()
+            patiently(lambda: work.batches)
+            assert work.batches[0].abandoned
+            stage.until_states(PENDING=2)
+        stage.until_states(PUBLISHED=2)
+    assert any("nobody expected" in line for line in errors(caplog.records))
+
+
 # --- the deadline -----------------------------------------------------------------------------------------------------
 
 

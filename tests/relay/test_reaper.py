@@ -16,6 +16,7 @@ from oncebox.event import State
 from oncebox.relay.living import born, this_process
 from oncebox.relay.reaper import REAP_LIMIT, Reaper
 from oncebox.stores.base import Worker
+from oncebox.testing.proxy import Proxy
 from tests.relay.meter import Meter
 from tests.relay.stage import Stage, errors, patiently
 
@@ -210,3 +211,36 @@ def test_two_reapers_at_once_recover_each_event_once(stage: Stage, meter: Meter)
         patiently(lambda: stage.states() == {State.PENDING: 200} and not stage.store.stats().expired_claims)
     assert meter.total(telemetry.REAPER_RECOVERED) == 200
     stage.sound()
+
+
+@pytest.mark.requirement("LR-020")
+def test_a_reaper_outlives_an_outage_of_its_store(postgresql_stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    stage = postgresql_stage
+    with Proxy(stage.port) as proxy:
+        with stage.reaping(url=proxy.url(stage.url)) as reaper:
+            proxy.reset()
+            patiently(lambda: any("could not reap" in line for line in errors(caplog.records)))
+            stage.append(2)
+            stage.store.claim(worker="w", limit=2, lease=SHORT)
+            until_expired(stage, 1)
+            proxy.heal()
+            stage.until_states(PENDING=2)
+            proxy.reset()
+        assert "could not sign off" in caplog.text
+    assert [worker.worker_id for worker in stage.store.workers()] == [reaper.worker_id]
+
+
+@pytest.mark.requirement("LR-020")
+def test_a_reaper_outlives_what_nobody_expected(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise LookupError("a row of another version")
+
+    with stage.reaping():
+        with monkeypatch.context() as patch:
+            patch.setattr(stage.opened[-1], "workers", fail)
+            patiently(lambda: any("nobody expected" in line for line in errors(caplog.records)))
+        stage.append(2)
+        stage.store.claim(worker="w", limit=2, lease=SHORT)
+        stage.until_states(PENDING=2)

@@ -48,6 +48,7 @@ from .base import (
     hidden_password,
     storable_error,
 )
+from .postgresql_bell import Bell
 from .postgresql_pool import Connection, ConnectionPool, split_url
 
 DIALECT = "postgresql"
@@ -74,6 +75,7 @@ class PostgreSQLStore(OutboxStore):
         self._pool = ConnectionPool(*split_url(url), place=self._place)
         self._sql = sql.blocks("postgresql.sql")
         self._aims = _Aims()
+        self._bell = Bell(self._pool)
 
     @classmethod
     def open(cls, url: str, *, check_schema: bool = True) -> Self:
@@ -88,6 +90,7 @@ class PostgreSQLStore(OutboxStore):
         return store
 
     def close(self) -> None:
+        self._bell.close()
         self._pool.close()
 
     # --- schema ----------------------------------------------------------------------------------------------------
@@ -191,7 +194,16 @@ class PostgreSQLStore(OutboxStore):
                 rows = self._run("claim", **asked, **aim.parameters(sweep=True))
             claims = _claims(rows, token, worker, lease)
             aim.hit(claims, limit, _first(rows, 14) or ())
+        if len(claims) == limit and self._bell.wanted:
+            self._bell.wanted = self._ring(False)
         return claims
+
+    def wait(self, seconds: float) -> None:
+        self._bell.wait(seconds, self._ring)
+
+    def _ring(self, wish: bool) -> bool:
+        changed: bool = self._one("ring", wish=wish)
+        return changed and wish
 
     def renew(self, *, worker: str, tokens: Collection[UUID], lease: timedelta) -> frozenset[UUID]:
         return frozenset(self._one("renew", worker=worker, tokens=list(tokens), lease=lease))

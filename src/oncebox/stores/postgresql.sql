@@ -37,6 +37,9 @@ select * from oncebox.claim(%(token)s, %(worker)s, %(lease)s, %(limit)s, %(bytes
 -- name: renew
 select oncebox.renew(%(worker)s, %(tokens)s, %(lease)s)
 
+-- name: ring
+select oncebox.ring(%(wish)s)
+
 -- name: finalize
 select oncebox.finalize(%(token)s, %(acked)s::bigint[], %(others)s::bigint[], %(kinds)s::text[],
     %(delays)s::interval[], %(errors)s::text[], %(charges)s::integer[])

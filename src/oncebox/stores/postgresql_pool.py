@@ -14,7 +14,16 @@ from .base import hidden_password
 
 POOL_DEFAULT = 4
 POOL_LIMIT = 64
-_DEFAULTS = {"connect_timeout": "10", "application_name": "oncebox", "keepalives_idle": "10"}
+_DEFAULTS = {
+    "application_name": "oncebox",
+    "connect_timeout": "10",
+    # A server that vanishes without a word (a power cut, a moved address) is given up after half a minute; the kernel
+    # alone would wait for a quarter of an hour.
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "4",
+    "tcp_user_timeout": "30000",
+}
 
 Connection = psycopg.Connection[TupleRow]
 

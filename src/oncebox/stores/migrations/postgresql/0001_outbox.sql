@@ -194,6 +194,12 @@ create table oncebox.reader (
     position   pg_snapshot not null,
     updated_at timestamptz not null default now()
 );
+-- Whether an idle relay wants to be told of new events. Not under load: NOTIFY lets transactions commit one by one only.
+create table oncebox.bell (
+    one    boolean primary key default true check (one),
+    wanted boolean not null default false
+);
+insert into oncebox.bell default values;
 
 -- Rows come and go by the million in these: vacuum them by number, at full speed.
 alter table oncebox.ready set (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 20000,
@@ -293,6 +299,7 @@ begin
                 select seq, 0, available_at from fresh where ordering_key is null and available_at is not null;
         end if;
     end if;
+    perform pg_notify('oncebox', '') from bell where wanted;
     return null;
 end $$;
 create trigger fan_out after insert on oncebox.event referencing new table as fresh
@@ -554,6 +561,14 @@ begin
     where hold.lane = head.lane and hold.token is not distinct from tok
       and (head.blocked or head.batch_max is not null or head.available_at > now());
     delete from hold where lane = any (idle) and token is not distinct from tok;
+end $$;
+
+-- Says whether relays want to be told of new events; true if that is a change.
+create function oncebox.ring(wish boolean) returns boolean language plpgsql security definer
+    set search_path = oncebox, pg_temp, oncebox_door as $$
+begin
+    update bell set wanted = wish where wanted is distinct from wish;
+    return found;
 end $$;
 
 -- Takes up to `room` eligible events for one worker, writes one row for the lease of all of them, and returns them
@@ -1077,7 +1092,8 @@ declare
     writer constant text := 'known(uuid[]), oncebox.serialize(text), oncebox.uuid7()';
     relay constant text := 'claim(uuid, text, interval, integer, bigint, integer, jsonb, bigint, integer, bigint[]), '
         'oncebox.renew(text, uuid[], interval), '
-        'oncebox.finalize(uuid, bigint[], bigint[], text[], interval[], text[], integer[]), oncebox.reap(integer, text)';
+        'oncebox.finalize(uuid, bigint[], bigint[], text[], interval[], text[], integer[]), oncebox.reap(integer, text), '
+        'oncebox.ring(boolean)';
     operator constant text := 'begin_audit(text, text, text, jsonb, bigint), oncebox.add_to_audit(bigint, bigint), oncebox.replay(bigint[], bigint), '
         'oncebox.kill(uuid[], text, bigint), oncebox.reschedule(uuid[], interval, bigint), oncebox.unblock(text, bigint), '
         'oncebox.prune(interval, interval, integer, bigint), oncebox.prunable_published(interval, integer), '

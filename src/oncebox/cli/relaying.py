@@ -30,12 +30,12 @@ _OWN = ("name", "claim_max", "claim_bytes_max", "in_flight", "rate_max")
 
 def relay(call: Call) -> int:
     """`relay`: what is wrong with the settings, the store or the URL is said before Spark is started."""
-    settings = _settings(call)
+    settings, plan = _settings(call), _plan(call)
     _log(call)
-    open_store(call.args.store).close()
     open_publisher(call.args.to).close()
+    open_store(call.args.store).close()
     with _signals() as stop:
-        published = _run(call, settings, _plan(call), stop)
+        published = _run(call, settings, plan, stop)
     document = {"store": call.store, "to": hidden_password(call.args.to), "published": published}
     call.answer(document, [f"published {published:,} events"])
     return OK

@@ -35,5 +35,7 @@ POSTGRESQL = Suite(
 PRODUCER = Suite("producer", ("tests/producer",))
 UNIT = Suite("unit", ("tests/unit",), never=("test_benchmarks", "test_faults", "test_requirements", "test_servers"))
 CLI = Suite("cli", ("tests/cli", "tests/unit/test_operations.py"))
+_ENGINE = ("breaker", "calls", "living", "rate", "settings")
+RELAY = Suite("relay", ("tests/relay", *(f"tests/unit/test_relay_{part}.py" for part in _ENGINE)))
 
-SUITES = (SQLITE, POSTGRESQL, PRODUCER, UNIT, CLI)
+SUITES = (SQLITE, POSTGRESQL, PRODUCER, UNIT, CLI, RELAY)

@@ -50,9 +50,10 @@ class _Witness:
         self._be_impatient()
 
     def _be_impatient(self) -> None:
-        """What the kit waits for comes at once or, with a fault, never."""
-        if given := sys.modules.get("oncebox.testing.conformance.given"):
-            given.PATIENCE_SECONDS = float(self._order["patience"])  # type: ignore[attr-defined]
+        """What the tests wait for comes at once or, with a fault, never."""
+        for name in ("oncebox.testing.conformance.given", "tests.relay.stage"):
+            if waiting := sys.modules.get(name):
+                waiting.PATIENCE_SECONDS = float(self._order["patience"])  # type: ignore[attr-defined]
 
     def _chosen(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
         """The tests that were named; or the parts that were named, in that order; or all but those parts."""

@@ -19,7 +19,8 @@ from tests.relay.stage import BRIEF, PATIENCE_SECONDS, Gate, Stage, errors, pati
 
 def expired(stage: Stage, claim: Claim) -> bool:
     """Whether the lease as it was claimed is over, by the database's clock: its worker's last renewal says so."""
-    return any(worker.seen_at is not None and worker.seen_at > claim.locked_until for worker in stage.store.workers())
+    seen = [worker.seen_at for worker in stage.store.workers() if worker.worker_id == claim.claimed_by]
+    return any(at is not None and at > claim.locked_until for at in seen)
 
 
 @pytest.mark.requirement("LR-010")
@@ -52,6 +53,16 @@ def test_a_lease_shorter_than_a_few_looks_is_renewed_in_time_too(stage: Stage) -
     with stage.reaping(), stage.working(publisher, look=timedelta(seconds=1)):
         stage.until_states(PUBLISHED=1)
     assert stage.store.find()[0].attempts == 1
+
+
+@pytest.mark.requirement("LR-011")
+def test_a_heartbeat_turns_often_enough_for_the_lease_that_the_control_rows_ask_for(stage: Stage) -> None:
+    heartbeat = Heartbeat(stage.store, "w", interval=timedelta(seconds=7), look=timedelta(seconds=1))
+    heartbeat.look()
+    assert heartbeat._pause == 1.0
+    stage.set_control(lease=timedelta(seconds=1))
+    heartbeat.look()
+    assert heartbeat._pause < 1 / 3
 
 
 @pytest.mark.requirement("LR-051")

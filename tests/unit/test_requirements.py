@@ -98,6 +98,13 @@ def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
 
 
+def test_a_test_has_the_same_name_with_and_without_a_group_of_workers(tmp_path: Path) -> None:
+    grouped = TESTS.replace("def test_fails", '@pytest.mark.xdist_group("one")\ndef test_fails')
+    run_pytest(tmp_path, grouped, "--requirements", "alone.json")
+    run_pytest(tmp_path, grouped, "--requirements", "grouped.json", "-n", "2", "--dist", "loadgroup")
+    assert (tmp_path / "alone.json").read_bytes() == (tmp_path / "grouped.json").read_bytes()
+
+
 def test_nothing_is_written_unless_asked_for(tmp_path: Path) -> None:
     run_pytest(tmp_path, TESTS)
     assert not list(tmp_path.glob("**/*.json"))

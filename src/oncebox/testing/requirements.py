@@ -24,6 +24,7 @@ _SEVERITY = ("passed", "skipped", "xfailed", "failed")
 _ID = re.compile(r"[A-Z]{2}-\d{2,3}")
 _GROUP = re.compile(r"## ([A-Z]{2}) · (.+?)(?: \(.*\))?")
 _ROW = re.compile(r"\| ([A-Z]{2}-\d{2,3}) \| (\w+) \| (.+) \|")
+_WORKERS = re.compile(r"@\w+$")  # what xdist adds to the name of a test that belongs to a group
 _PROPERTY = "requirement"
 
 Results = dict[str, list[dict[str, str]]]
@@ -63,8 +64,8 @@ class _Recorder:
         outcome = "xfailed" if report.skipped and hasattr(report, "wasxfail") else report.outcome
         for name, value in report.user_properties:
             if name == _PROPERTY:
-                tests = self._outcomes[str(value)]
-                tests[report.nodeid] = max(tests.get(report.nodeid, "passed"), outcome, key=_SEVERITY.index)
+                tests, test = self._outcomes[str(value)], _WORKERS.sub("", report.nodeid)
+                tests[test] = max(tests.get(test, "passed"), outcome, key=_SEVERITY.index)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}:  # an interrupted run saw only a part

@@ -43,7 +43,7 @@ class Kafka(Server):
     """Kafka 4.3, one node that is broker and controller; `settings` are lines of its server.properties.
 
     Topics are never created by themselves. `url` is that of a user who may do everything; `guest_url` that of one who
-    may do nothing until `allow` says otherwise.
+    may do nothing.
     """
 
     name = "Kafka"

@@ -1,5 +1,7 @@
 """How the URL of a PostgreSQL store is read."""
 
+from collections.abc import Mapping
+
 import psycopg
 import pytest
 
@@ -8,7 +10,7 @@ from oncebox.stores.postgresql_pool import split_url
 PATIENCE = ("keepalives_idle", "keepalives_interval", "keepalives_count", "tcp_user_timeout")
 
 
-def options(url: str) -> dict[str, object]:
+def options(url: str) -> Mapping[str, object]:
     return psycopg.conninfo.conninfo_to_dict(split_url(url)[0])
 
 

@@ -204,11 +204,12 @@ def test_a_worker_that_gives_signs_of_life_is_not_struck_off(
 
 @pytest.mark.requirement("LC-12", "LR-023")
 def test_two_reapers_at_once_recover_each_event_once(stage: Stage, meter: Meter) -> None:
+    stage.append(200)
+    for _ in range(20):
+        assert len(stage.store.claim(worker="w", limit=10, lease=SHORT)) == 10
+    until_expired(stage, 20)
     with stage.reaping(), stage.reaping():
-        stage.append(200)
-        for _ in range(20):
-            stage.store.claim(worker="w", limit=10, lease=SHORT)
-        patiently(lambda: stage.states() == {State.PENDING: 200} and not stage.store.stats().expired_claims)
+        stage.until_states(PENDING=200)
     assert meter.total(telemetry.REAPER_RECOVERED) == 200
     stage.sound()
 

@@ -14,6 +14,7 @@ from ..errors import PublisherUnavailable
 from ..event import Claim, Event
 from ..retry import Failure, Scope
 from .base import NOT_TRIED, Deadline, Guarantees, Outcome, Publisher
+from .kafka_client import client_settings, hidden, own_settings
 from .kafka_sender import Pool, Sender
 from .kafka_topics import Headers, Silent, Topic, Topics, record_bytes
 from .message import PublisherUrl, headers_of, key_of, waves
@@ -63,7 +64,7 @@ class KafkaPublisher(Publisher):
         try:
             self._pool.give_back(self._pool.take(BATCH_BYTES))  # the client itself reads its settings
         except KafkaException as error:
-            raise url.wrong(_hidden(error.args[0].str(), self._settings)) from None
+            raise url.wrong(hidden(error.args[0].str(), self._settings)) from None
 
     @classmethod
     def open(cls, url: str) -> Self:
@@ -265,18 +266,10 @@ _PRODUCER_ONLY = frozenset(
 
 def _settings(url: PublisherUrl) -> dict[str, Any]:
     """The client's settings: ours, those of the URL by their own names, and who we are."""
-    if not url.authority or url.path.strip("/"):
-        raise url.wrong("names no brokers alone; write kafka://host:9092,other:9092, and the topic as ?destination=…")
-    settings: dict[str, Any] = {
-        "client.id": "oncebox",
-        "log_level": 2,
+    settings = client_settings(url, topic_option="destination") | {
         "linger.ms": 5,
         "message.timeout.ms": TIMEOUT_MS,
-        "topic.metadata.propagation.max.ms": 5_000,
-        "socket.keepalive.enable": True,
-        "reconnect.backoff.max.ms": 1_000,
         "partitioner": url.text("partitioner", "murmur2_random"),  # as Java's client does it
-        **_login(url),
     }
     settings |= _own(url)
     return settings | {
@@ -290,34 +283,12 @@ def _settings(url: PublisherUrl) -> dict[str, Any]:
     }
 
 
-def _login(url: PublisherUrl) -> dict[str, Any]:
-    """A user in the URL logs in by SASL, over TLS unless another protocol is named."""
-    if url.user is None:
-        return {}
-    login = {"security.protocol": "SASL_SSL", "sasl.mechanism": "PLAIN", "sasl.username": url.user}
-    return {**login, "sasl.password": url.password or ""}
-
-
 def _own(url: PublisherUrl) -> dict[str, str]:
-    """Settings of librdkafka, by their own names, as the URL has them."""
-    own = url.dotted()
-    for name in own:
-        if name in _OURS:
-            raise url.wrong(f"{name} is not yours to set: the publisher's promises hang on it")
-    if "sasl.mechanisms" in own:
-        own["sasl.mechanism"] = own.pop("sasl.mechanisms")
+    own = own_settings(url, _OURS)
     timeout = own.get("message.timeout.ms", str(TIMEOUT_MS))
     if not (timeout.isdecimal() and 1_000 <= int(timeout) <= 900_000):
         raise url.wrong(f"message.timeout.ms is {timeout!r}; give 1,000 to 900,000, and less than the lease")
     return own
-
-
-def _hidden(text: str, settings: Mapping[str, Any]) -> str:
-    """A message of the client without the secrets that it may quote."""
-    for name, value in settings.items():
-        if any(word in name for word in ("password", "secret", "token", "key", "pem")) and str(value):
-            text = text.replace(str(value), "***")
-    return text
 
 
 def _compression(settings: Mapping[str, Any]) -> str:

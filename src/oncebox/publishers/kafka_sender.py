@@ -1,6 +1,5 @@
 """Kafka producers, one for each call that runs: what is given to one of them is purged without harm to the others."""
 
-import logging
 import threading
 from collections.abc import Mapping
 from functools import partial
@@ -10,12 +9,12 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from .. import clock
 from .base import Deadline
+from .kafka_client import ClientLog
 
 PATIENCE = 0.9  # of message.timeout.ms: all that is left is then given up together, not one by one
 DOWN_SECONDS = 5.0  # how long a call goes on after the last broker was lost
 STEP_SECONDS = 0.05
 PURGE_SECONDS_MAX = 10.0
-logger = logging.getLogger(__name__)
 
 
 class _Trouble:
@@ -33,14 +32,6 @@ class _Trouble:
             self.down_at = clock.monotonic()
 
 
-class _Log:
-    """Where the client's own log lines go: what matters of them is in the outcomes."""
-
-    @staticmethod
-    def log(_level: int, text: str, *arguments: object) -> None:
-        logger.debug(text, *arguments)
-
-
 class Sender:
     """A producer in the hands of one call, and what it reported."""
 
@@ -49,7 +40,7 @@ class Sender:
         self._trouble = _Trouble()
         self._reports: dict[int, KafkaError] = {}
         self._patience = PATIENCE * float(settings["message.timeout.ms"]) / 1000
-        own = {"batch.size": batch_bytes, "error_cb": self._trouble.note, "logger": _Log()}
+        own = {"batch.size": batch_bytes, "error_cb": self._trouble.note, "logger": ClientLog()}
         self._producer = Producer({**settings, **own})
         self._produce = self._producer.produce
         self.spoilt = False  # something was purged or failed: its sequence has a gap, so it is not used again

@@ -8,13 +8,14 @@ import functools
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
+from uuid import UUID
 
 from ..config import hidden_password, parse_duration
 from ..errors import InvalidSetting
-from ..event import RESERVED_HEADERS, RESERVED_PREFIX, Claim, Event
+from ..event import BYTES_TYPE, RESERVED_HEADERS, RESERVED_PREFIX, Claim, Event
 
 EVENT_ID = "event_id"
 EVENT_TYPE = "event_type"
@@ -31,6 +32,7 @@ _REMEMBERED_MAX = 10_000  # event types whose destination is kept at hand
 
 _TRACE_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _TRACE_STATE_MAX = 512
+_REPLAYS_DIGITS_MAX = 9
 
 T = TypeVar("T")
 
@@ -66,6 +68,49 @@ def assembled(
     if own:
         headers.update(own)
     return headers
+
+
+def event_from(
+    headers: Mapping[str, str], payload: bytes, key: str | None, created_at: datetime, *, stranger: tuple[UUID, str]
+) -> tuple[Event, int]:
+    """The event and its replay count, back from the transport headers of `headers_of`, for consumers.
+
+    Sent again, it has the same headers, key and payload. What was never sent is not there: the metadata, and which of
+    the two keys it was. What no relay wrote, because it has no `event_id` that is a UUID, gets the id and the type of
+    `stranger`, and keeps all its headers.
+    """
+    own = dict(headers)
+    event_id = uuid_from(own.get(EVENT_ID))
+    event_type, replays = stranger[1], 0
+    if event_id is None:
+        event_id = stranger[0]
+    else:
+        event_type = own.pop(EVENT_TYPE, "") or event_type
+        replays = replays_from(own.pop(REPLAY, None))
+        del own[EVENT_ID]
+    content_type = _content_type(own)
+    return Event(event_id, event_type, payload, created_at, content_type, key, None, own), replays
+
+
+def _content_type(own: dict[str, str]) -> str:
+    """What the payload is; our header goes, one that the event brought in other letters stays."""
+    spelt = [name for name in own if name.lower() == CONTENT_TYPE]
+    if spelt == [CONTENT_TYPE]:
+        return own.pop(CONTENT_TYPE)
+    return own[spelt[0]] if spelt else BYTES_TYPE
+
+
+def uuid_from(text: str | None) -> UUID | None:
+    """The id that the text is, if it is one."""
+    try:
+        return UUID(text) if text else None
+    except ValueError:
+        return None
+
+
+def replays_from(text: str | None) -> int:
+    """The replay count that the text is; 0 if it is none."""
+    return int(text) if text and text.isdecimal() and text.isascii() and len(text) <= _REPLAYS_DIGITS_MAX else 0
 
 
 def own_headers(event: Event) -> Mapping[str, str]:

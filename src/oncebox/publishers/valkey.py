@@ -9,21 +9,20 @@ import json
 import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
+from uuid import UUID
 
 import redis
 
 from ..errors import PublisherUnavailable
-from ..event import Claim, Event
+from ..event import BYTES_TYPE, JSON_TYPE, Claim, Event
 from ..retry import Failure, Scope
 from .base import NOT_TRIED, Deadline, Guarantees, Outcome, Publisher
-from .message import PublisherUrl, assembled, key_of, own_headers
-from .valkey_wire import Silent, Wire, argument
+from .message import PublisherUrl, assembled, key_of, own_headers, replays_from, uuid_from
+from .valkey_wire import Silent, Wire, argument, connection_settings
 
-PORT = 6379
-DATABASES_MAX = 1_000_000
 PARTITIONS_MAX = 1024
 DEDUP_DEFAULT = timedelta(hours=1)
 DEDUP_MAX = timedelta(days=7)
@@ -76,7 +75,7 @@ class ValkeyPublisher(Publisher):
         if self._partitions == 1:
             return self._route(event.event_type)
         key = key_of(event) or str(event.event_id)
-        return f"{self._route(event.event_type)}.{zlib.crc32(key.encode()) % self._partitions}"
+        return stream_of(self._route(event.event_type), zlib.crc32(key.encode()) % self._partitions, self._partitions)
 
     def publish(self, claims: Sequence[Claim], deadline: Deadline) -> list[Outcome]:
         """Add the events chunk by chunk; the next chunk is packed while the server works on this one."""
@@ -283,7 +282,7 @@ class _Pool:
 
     def __init__(self, url: PublisherUrl) -> None:
         self._tls = url.scheme in {"valkeys", "rediss"}
-        self._settings = _settings(url, self._tls)
+        self._settings = connection_settings(url, self._tls)
         self._lock = threading.Lock()
         self._idle: list[Wire] = []
         self._closed = False
@@ -325,6 +324,39 @@ def _described(event_type: str, content_type: str) -> bytes:
     return b"\r\n" + b"".join([argument(field) for field in fields])
 
 
+def stream_of(name: str, partition: int, partitions: int) -> str:
+    """The stream of a partition: `orders`, or of several `orders.3`."""
+    return name if partitions == 1 else f"{name}.{partition}"
+
+
+def event_from(entry: Mapping[bytes, bytes], created_at: datetime, *, stranger: tuple[UUID, str]) -> tuple[Event, int]:
+    """The event of a stream entry and its replay count: the opposite of what this publisher writes, for its consumers.
+
+    What was never sent is not there: the metadata, and which of the two keys it was. An entry that no relay wrote gets
+    the id and the type of `stranger`; its fields are a JSON object, unless one of them is a `payload`.
+    """
+    event_id = uuid_from(_text(entry.get(b"event_id")))
+    key = _text(entry.get(b"key"))
+    if event_id is None or b"event_type" not in entry or b"payload" not in entry:
+        payload, content_type = _strange(entry)
+        return Event(stranger[0], stranger[1], payload, created_at, content_type, key), 0
+    content_type = _text(entry.get(b"content_type")) or BYTES_TYPE
+    own: dict[str, str] = json.loads(entry.get(b"headers", b"{}"))
+    event_type = entry[b"event_type"].decode()
+    event = Event(event_id, event_type, entry[b"payload"], created_at, content_type, key, None, own)
+    return event, replays_from(_text(entry.get(b"replay")))
+
+
+def _strange(entry: Mapping[bytes, bytes]) -> tuple[bytes, str]:
+    if b"payload" in entry:
+        return entry[b"payload"], BYTES_TYPE
+    return json.dumps({_text(name): _text(value) for name, value in entry.items()}).encode(), JSON_TYPE
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode(errors="backslashreplace")
+
+
 def headers_from(entry: Mapping[bytes, bytes]) -> dict[str, str]:
     """The transport headers of a stream entry: the opposite of what this publisher writes, for its consumers."""
     own = json.loads(entry.get(b"headers", b"{}"))
@@ -332,20 +364,6 @@ def headers_from(entry: Mapping[bytes, bytes]) -> dict[str, str]:
         entry[name].decode() for name in (b"event_id", b"event_type", b"content_type")
     )
     return assembled(event_id, event_type, content_type, int(entry.get(b"replay", b"0")), own)
-
-
-def _settings(url: PublisherUrl, tls: bool) -> dict[str, Any]:
-    """What the client needs to connect."""
-    database = url.path.strip("/") or "0"
-    if not url.host or not (database.isdecimal() and int(database) <= DATABASES_MAX):
-        raise url.wrong("names no server and database; write valkey://host:6379/0")
-    settings: dict[str, Any] = {"host": url.host, "port": url.port(PORT), "db": int(database)}
-    settings |= {"username": url.user or None, "password": url.password}
-    if tls:
-        settings["ssl_ca_certs"] = url.text("tls_ca", None)
-        settings["ssl_certfile"] = url.text("tls_cert", None)
-        settings["ssl_keyfile"] = url.text("tls_key", None)
-    return settings
 
 
 def _refusal(error: str, event: Event) -> Failure:

@@ -14,7 +14,10 @@ import redis
 
 from ..errors import OnceboxError
 from .base import Deadline
+from .message import PublisherUrl
 
+PORT = 6379
+DATABASES_MAX = 1_000_000
 CONNECT_SECONDS = 5.0
 VALUE_MAX = 512 << 20  # bytes that a server takes as one value, unless it says otherwise
 _MOMENT = 0.05  # seconds until a lost lease is noticed
@@ -83,6 +86,20 @@ class Wire:
         """Harmless on a connection that is gone."""
         with contextlib.suppress(redis.RedisError, OSError):
             self._connection.disconnect()
+
+
+def connection_settings(url: PublisherUrl, tls: bool) -> dict[str, Any]:
+    """What the client needs to connect."""
+    database = url.path.strip("/") or "0"
+    if not url.host or not (database.isdecimal() and int(database) <= DATABASES_MAX):
+        raise url.wrong("names no server and database; write valkey://host:6379/0")
+    settings: dict[str, Any] = {"host": url.host, "port": url.port(PORT), "db": int(database)}
+    settings |= {"username": url.user or None, "password": url.password}
+    if tls:
+        settings["ssl_ca_certs"] = url.text("tls_ca", None)
+        settings["ssl_certfile"] = url.text("tls_cert", None)
+        settings["ssl_keyfile"] = url.text("tls_key", None)
+    return settings
 
 
 def _connected(settings: dict[str, Any], tls: bool, patience: float) -> Any:

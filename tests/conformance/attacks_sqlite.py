@@ -139,6 +139,26 @@ SQLITE_ATTACKS: dict[str, tuple[str, ...]] = {
     "requeue a DEAD event": (REQUEUE, shown("state = 'PENDING'")),
     "claim a DEAD event": (CLAIM, shown("state = 'CLAIMED'")),
     "publish a DEAD event": (PUBLISH, shown("state = 'PUBLISHED'")),
+    "rewrite what an event was before its replay": (
+        (
+            "insert into oncebox_history (seq, replay, state, at, attempts, published_by) "
+            "values ({seq}, 0, 'PUBLISHED', 1, 1, 'thief')"
+        ),
+        (
+            "insert or replace into oncebox_history (seq, replay, state, at, attempts, published_by) "
+            "select seq, replay, state, at, attempts, 'thief' from oncebox_history"
+        ),
+        "update oncebox_history set published_by = 'thief'",
+        "delete from oncebox_history",
+    ),
+    "rewrite the audit": (
+        "update oncebox_audit set who = 'another'",
+        "delete from oncebox_audit",
+        (
+            "insert or replace into oncebox_audit (audit_id, at, who, action, what) "
+            "select audit_id, at, 'another', action, what from oncebox_audit"
+        ),
+    ),
     "empty the store": ("delete from oncebox_event", "delete from oncebox_delivery", "delete from outbox"),
     "empty the store while events are claimed": (
         "delete from oncebox_event",

@@ -483,8 +483,12 @@ def test_a_migration_gives_up_rather_than_make_every_writer_wait(
 # --- the database refuses ------------------------------------------------------------------------------------------
 
 
+ROOMS = ("ready", "waiting", "lane_ready", "claim", "hold", "blocker", "published", "dead", "trouble")
+RECORDS = ("history", "audit", "setting")
+
+
 @pytest.mark.requirement("LC-01", "LC-20", "EM-21", "EM-24")
-@pytest.mark.parametrize("room", ["ready", "waiting", "lane_ready", "claim", "hold", "published", "dead", "trouble"])
+@pytest.mark.parametrize("room", [*ROOMS, *RECORDS])
 @pytest.mark.parametrize("verb", ["delete from oncebox.{}", "truncate oncebox.{}"])
 def test_no_room_is_emptied_by_hand_even_by_a_superuser(by_hand: psycopg.Connection, room: str, verb: str) -> None:
     with pytest.raises(psycopg.Error, match="refused") as refused:

@@ -81,6 +81,9 @@ ATTACKS: dict[str, Attack] = {
     "requeue a DEAD event": Attack(State.DEAD, ("LC-10",)),
     "claim a DEAD event": Attack(State.DEAD, ("LC-01", "LC-10")),
     "publish a DEAD event": Attack(State.DEAD, ("LC-01", "LC-10")),
+    # what was
+    "rewrite what an event was before its replay": Attack(State.PUBLISHED, ("LC-10", "EM-23")),
+    "rewrite the audit": Attack(State.PUBLISHED, ()),
     # everything at once
     "empty the store": Attack(State.PENDING, ("LC-20", "LC-19")),
     "empty the store while events are claimed": Attack(State.CLAIMED, ("LC-20", "LC-19")),
@@ -120,8 +123,9 @@ class TamperingConformance(Conformance):
         self.check_life_goes_on(store)
 
     def victim(self, store: OutboxStore, state: State) -> UUID:
-        """An event in `state`, with every optional field, among others in every state."""
-        given.published(store)
+        """An event in `state`, with every optional field, among others in every state, one of them replayed."""
+        given.replay_these(store, given.published(store))
+        given.deliver_all(store)
         given.dead(store)
         event_id = given.append_one(
             store, ordering_key="k", partition_key="p", headers={"h": "v"}, metadata={"m": 1}, payload=b"mine"

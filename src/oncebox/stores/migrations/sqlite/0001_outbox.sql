@@ -303,6 +303,14 @@ END;
 
 -- --- Records that are only added to ------------------------------------------------------------------------------------
 
+-- INSERT OR REPLACE would delete the older row without asking any DELETE trigger.
+CREATE TRIGGER oncebox_history_written BEFORE INSERT ON oncebox_history
+WHEN new.replay IS NOT (SELECT replays - 1 FROM oncebox_delivery WHERE seq = new.seq)
+    OR EXISTS (SELECT 1 FROM oncebox_history WHERE seq = new.seq AND replay = new.replay)
+BEGIN
+    SELECT RAISE(ABORT, 'oncebox: history is written by a replay alone');
+END;
+
 CREATE TRIGGER oncebox_history_fixed BEFORE UPDATE ON oncebox_history
 BEGIN
     SELECT RAISE(ABORT, 'oncebox: history never changes');
@@ -312,6 +320,12 @@ CREATE TRIGGER oncebox_history_kept BEFORE DELETE ON oncebox_history
 WHEN EXISTS (SELECT 1 FROM oncebox_event WHERE seq = old.seq)
 BEGIN
     SELECT RAISE(ABORT, 'oncebox: history goes with its event');
+END;
+
+CREATE TRIGGER oncebox_audit_written BEFORE INSERT ON oncebox_audit
+WHEN new.audit_id IS NOT -1
+BEGIN
+    SELECT RAISE(ABORT, 'oncebox: audit_id is set by the database; leave it out');
 END;
 
 CREATE TRIGGER oncebox_audit_fixed BEFORE UPDATE OF audit_id, at, who, action, why, what ON oncebox_audit

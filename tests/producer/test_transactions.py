@@ -17,6 +17,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from oncebox import Draft, DuplicateEvent, NotInTransaction, Outbox, StoreError, StoreUnavailable
 from oncebox.clock import uuid7
+from oncebox.producer.plan import SQLITE_ROWS
 from tests.producer.conftest import Place
 from tests.producer.drivers import Driver, Tx, drivers, on_postgresql
 
@@ -56,6 +57,20 @@ def test_sqlite3_in_autocommit_mode_writes_all_of_a_batch_or_nothing(sqlite_plac
         lenient.add_many(connection, [Draft("order.created", b""), Draft("order.created", b"")])
         assert not connection.in_transaction
     assert len(sqlite_place.events()) == 3
+
+
+@pytest.mark.requirement("SC-06")
+def test_sqlite3_in_autocommit_mode_leaves_nothing_of_a_batch_that_a_full_disk_stops(sqlite_place: Place) -> None:
+    page_bytes, insert_rows = 4096, SQLITE_ROWS
+    with closing(sqlite3_autocommit(sqlite_place.url)) as connection:
+        (pages,) = connection.execute("pragma page_count").fetchone()
+        connection.execute(
+            f"pragma max_page_count = {pages + 3 * insert_rows // 2}"
+        )  # room for one INSERT, not for two
+        with pytest.raises(StoreError, match="full"):
+            lenient.add_many(connection, [Draft("order.created", bytes(page_bytes - 96))] * (3 * insert_rows))
+        assert not connection.in_transaction
+    assert sqlite_place.events() == []
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="sqlite3 has the attribute since Python 3.12")

@@ -66,6 +66,25 @@ def test_what_came_between_a_claim_and_the_wait_is_not_missed(store: PostgreSQLS
     assert not waiting.is_alive()
 
 
+def test_what_came_before_the_wish_was_known_is_not_missed(store: PostgreSQLStore) -> None:
+    store.wait(0.01)  # connects
+    assert not store._bell.wanted
+    store.append(events(1))
+    waiting = threading.Thread(target=store.wait, args=(FOREVER,), daemon=True)
+    waiting.start()
+    waiting.join(60)
+    assert not waiting.is_alive()
+
+
+def test_a_commit_notifies_nobody_while_nobody_is_idle(store: PostgreSQLStore, postgresql_url: str) -> None:
+    with psycopg.connect(postgresql_url, autocommit=True) as listener:
+        listener.execute("listen oncebox")
+        store.append(events(3))
+        with psycopg.connect(postgresql_url, autocommit=True) as later:
+            later.execute("notify oncebox, 'later'")
+        assert [one.payload for one in listener.notifies(timeout=60, stop_after=1)] == ["later"]
+
+
 def test_nobody_is_told_while_relays_are_busy(store: PostgreSQLStore, postgresql_url: str) -> None:
     listening(store)
     assert wanted(postgresql_url)

@@ -6,15 +6,23 @@ processor; what makes it one is `commit`: all of a change or nothing, durably, a
 What the bytes mean is the processor's business.
 """
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import ClassVar, NamedTuple, Self
 
-KEY_BYTES_MAX = 4_096
+from ..errors import InvalidSetting, PartitionsChanged
+
+KEY_BYTES_MAX = 2_048  # what a PostgreSQL index takes, whatever the bytes
 VALUE_BYTES_MAX = 64 * 1024 * 1024
+NAME_MAX = 64
+PARTITIONS_MAX = 65_536
+SWEEP_MIN, SWEEP_MAX = 64, 8_192  # entries that one commit looks at for expired ones
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Space(StrEnum):
@@ -106,7 +114,11 @@ class StateStore(ABC):
 
     @abstractmethod
     def ask(self, processor: str, partition: int, writes: Sequence[Write]) -> None:
-        """Leave requests for the partition's owner, durably, without taking it; in `Space.REQUESTS` only."""
+        """Leave requests for the partition's owner, durably, without taking it; in `Space.REQUESTS` only.
+
+        The owner finds them by `scan(Space.REQUESTS)`, at the latest by the first that begins after this returned, and
+        removes them by `commit`. `InvalidSetting` if there is no such partition, or for any other space.
+        """
 
     @abstractmethod
     def processors(self) -> Mapping[str, int]:
@@ -115,3 +127,84 @@ class StateStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close everything; safe to call twice."""
+
+
+def micros(time: datetime) -> int:
+    """A time as stores keep it: microseconds since 1970."""
+    return (time - _EPOCH) // timedelta(microseconds=1)
+
+
+def from_micros(number: int) -> datetime:
+    """The opposite of `micros`."""
+    return _EPOCH + timedelta(microseconds=number)
+
+
+def grouped(writes: Iterable[Write]) -> dict[Space, dict[bytes, Write]]:
+    """The last write to each key, by space; `InvalidSetting` for a key or a value that no store takes."""
+    found: dict[Space, dict[bytes, Write]] = {}
+    for write in writes:
+        if not 0 < len(write.key) <= KEY_BYTES_MAX:
+            raise InvalidSetting(f"a key of {len(write.key):,} bytes in {write.space}; give 1 to {KEY_BYTES_MAX:,}")
+        if write.value is not None and len(write.value) > VALUE_BYTES_MAX:
+            raise InvalidSetting(f"a value of {len(write.value):,} bytes in {write.space}; at most {VALUE_BYTES_MAX:,}")
+        found.setdefault(write.space, {})[write.key] = write
+    return found
+
+
+def check_requests(writes: Iterable[Write]) -> None:
+    """Whoever does not own a partition writes requests only."""
+    for write in writes:
+        if write.space is not Space.REQUESTS:
+            raise InvalidSetting(f"only the owner writes {write.space}; ask in {Space.REQUESTS}")
+
+
+def check_name(processor: str) -> None:
+    """A processor's name is also that of a folder."""
+    if len(processor) > NAME_MAX or not _NAME.fullmatch(processor):
+        raise InvalidSetting(
+            f"a processor named {processor!r}: give 1 to {NAME_MAX} letters, digits, dots, dashes, underscores"
+        )
+
+
+def check_partition(processor: str, partition: int, partitions: int) -> None:
+    """Refuse a partition that cannot be."""
+    check_name(processor)
+    if not 1 <= partitions <= PARTITIONS_MAX or not 0 <= partition < partitions:
+        raise InvalidSetting(f"{processor}: partition {partition} of {partitions}; give 0 to {partitions - 1}")
+
+
+def check_partitions(processor: str, had: int, has: int) -> None:
+    """The number is fixed for a processor's life: keys would change their partitions under it."""
+    if had != has:
+        raise PartitionsChanged(
+            f"the state of {processor} was made for {had} partitions, and its source has {has} now: stop it and run "
+            "`oncebox state repartition`, or give it another name"
+        )
+
+
+def none_there(processor: str, partition: int, place: str) -> InvalidSetting:
+    """What to raise when nobody has ever owned a partition."""
+    return InvalidSetting(
+        f"{place} has no state of {processor}, partition {partition}: run it first, or correct the name or the URL"
+    )
+
+
+def end_of(prefix: bytes) -> bytes | None:
+    """The first key above all that begin so; None when there is none."""
+    stem = prefix.rstrip(b"\xff")
+    return stem[:-1] + bytes([stem[-1] + 1]) if stem else None
+
+
+class Sweep:
+    """How many entries the next commit looks at: more where many have expired, few where none has.
+
+    So about a third of what is kept may be expired, and a commit's share of the work is bounded.
+    """
+
+    def __init__(self) -> None:
+        self.portion = SWEEP_MIN
+
+    def saw(self, looked: int, expired: int) -> None:
+        """Note what the last portion held."""
+        many = looked > 0 and expired * 4 >= looked
+        self.portion = min(SWEEP_MAX, self.portion * 2) if many else max(SWEEP_MIN, self.portion // 2)

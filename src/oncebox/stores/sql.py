@@ -13,7 +13,11 @@ _BLOCK = re.compile(r"^-- name: (\w+)\n", re.MULTILINE)
 @cache
 def blocks(file: str) -> dict[str, str]:
     """The blocks of a `.sql` file beside this module, each under the name of its `-- name:` line."""
-    text = (resources.files(__package__) / file).read_text("utf-8")
+    return named_blocks((resources.files(__package__) / file).read_text("utf-8"))
+
+
+def named_blocks(text: str) -> dict[str, str]:
+    """The blocks of such a file's text."""
     _, *parts = _BLOCK.split(text)
     return {name: body.strip().rstrip(";") for name, body in zip(parts[::2], parts[1::2], strict=True)}
 

@@ -1,0 +1,288 @@
+"""State in SQLite: one file for each partition of each processor, in a folder.
+
+A commit is one transaction in WAL mode with synchronous FULL, so it is on the disk when it returns (EO-01). The tables
+bear the names of the spaces, `__checkpoints__` among them (EO-02), and are clustered by key.
+"""
+
+import sqlite3
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Self
+from urllib.parse import quote
+
+from .. import clock
+from ..errors import Fenced, OnceboxError, StateError, StateUnavailable
+from .base import (
+    Space,
+    StateCapabilities,
+    StatePartition,
+    StateStore,
+    StateView,
+    Sweep,
+    Write,
+    check_requests,
+    end_of,
+    grouped,
+    micros,
+)
+from .folder import LOCKS, Folder
+
+FORMAT = 1
+SUFFIX = ".sqlite"
+BUSY_SECONDS = 30.0
+GET_MAX = 500  # keys in one statement
+_UNAVAILABLE: Mapping[int, str] = {
+    sqlite3.SQLITE_BUSY: "another process writes for too long; try again",
+    sqlite3.SQLITE_LOCKED: "another process writes for too long; try again",
+    sqlite3.SQLITE_CANTOPEN: "can't be opened; its folder must exist and be writable",
+    sqlite3.SQLITE_FULL: "the disk is full; make room, and try again",
+    sqlite3.SQLITE_IOERR: "the disk can't be read or written; look into the system's log",
+}
+_REFUSED: Mapping[int, str] = {
+    sqlite3.SQLITE_READONLY: "may only be read; let this user write the file and its folder",
+    sqlite3.SQLITE_PERM: "may not be opened; let this user write the file and its folder",
+    sqlite3.SQLITE_NOTADB: "is no SQLite database; restore it from a backup, or move it away",
+    sqlite3.SQLITE_CORRUPT: "is damaged; restore it from a backup",
+}
+_TABLES = [
+    *(
+        f'CREATE TABLE "{space}" (key BLOB PRIMARY KEY, value BLOB NOT NULL, expires_at INTEGER) WITHOUT ROWID, STRICT'
+        for space in Space
+    ),
+    "CREATE TABLE owner (epoch INTEGER NOT NULL, owner TEXT NOT NULL) STRICT",
+    "INSERT INTO owner VALUES (0, '')",
+    # Where the look for expired entries goes on, for each space that ever had some.
+    "CREATE TABLE hand (space TEXT PRIMARY KEY, key BLOB NOT NULL) WITHOUT ROWID, STRICT",
+    f"PRAGMA user_version = {FORMAT}",
+]
+_PUT = {space: f'INSERT OR REPLACE INTO "{space}" VALUES (?, ?, ?)' for space in Space}  # noqa: S608 - names are ours
+_DELETE = {space: f'DELETE FROM "{space}" WHERE key = ?' for space in Space}  # noqa: S608
+_UNEXPIRED = "(expires_at IS NULL OR expires_at > ?)"
+
+
+class _File:
+    """A connection to one partition's file, and its errors in our words."""
+
+    def __init__(self, path: Path, *, create: bool = False, looks: bool = False) -> None:
+        self._path = path
+        self._lock = threading.RLock()
+        self._closed = False
+        with self.translated():
+            self.connection = sqlite3.connect(
+                f"file:{quote(str(path))}?mode={'rwc' if create else 'rw'}",
+                uri=True,
+                timeout=BUSY_SECONDS,
+                isolation_level=None,
+                check_same_thread=False,
+                cached_statements=256,
+            )
+            try:
+                self._prepare(create=create, looks=looks)
+            except BaseException:
+                self.connection.close()
+                raise
+
+    def _prepare(self, *, create: bool, looks: bool) -> None:
+        run = self.connection.execute
+        run("PRAGMA synchronous = FULL")
+        run("PRAGMA temp_store = MEMORY")
+        run("PRAGMA cache_size = -65536")
+        run("PRAGMA wal_autocheckpoint = 4000")
+        if create and run("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
+            raise StateError(f"{self._path}: SQLite can't keep a write-ahead log here; use a local, writable disk")
+        if create and not run("PRAGMA user_version").fetchone()[0]:
+            with self.change():
+                for statement in _TABLES:
+                    run(statement)
+        (version,) = run("PRAGMA user_version").fetchone()
+        if version != FORMAT:
+            raise StateError(f"{self._path} has format {version}, this version knows {FORMAT}: upgrade oncebox")
+        if looks:
+            run("PRAGMA query_only = ON")
+
+    @contextmanager
+    def change(self) -> Iterator[sqlite3.Connection]:
+        """All of the block happens, or nothing."""
+        with self.session() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+                connection.execute("COMMIT")
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+
+    @contextmanager
+    def session(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, self.translated():
+            if self._closed:
+                raise StateUnavailable(f"{self._path} has been closed; take the partition anew")
+            yield self.connection
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise self._in_our_words(error) from error
+
+    def _in_our_words(self, error: sqlite3.Error) -> OnceboxError:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+        kind = StateUnavailable if code in _UNAVAILABLE else StateError
+        advice = _UNAVAILABLE.get(code) or _REFUSED.get(code, "SQLite failed")
+        return kind(f"{self._path}: {advice} ({error})")
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self.connection.close()
+
+
+class SQLiteView(StateView):
+    """Looks at one file."""
+
+    def __init__(self, file: _File) -> None:
+        self._file = file
+
+    def get(self, space: Space, keys: Collection[bytes]) -> dict[bytes, bytes]:
+        found: dict[bytes, bytes] = {}
+        asked, now = list(keys), micros(clock.now())
+        with self._file.session() as connection:
+            for start in range(0, len(asked), GET_MAX):
+                part = asked[start : start + GET_MAX]
+                marks = ",".join("?" * len(part))
+                found.update(
+                    connection.execute(
+                        f'SELECT key, value FROM "{space}" WHERE key IN ({marks}) AND {_UNEXPIRED}',  # noqa: S608
+                        [*part, now],
+                    )
+                )
+        return found
+
+    def scan(
+        self, space: Space, prefix: bytes = b"", *, after: bytes | None = None, limit: int = 1_000
+    ) -> list[tuple[bytes, bytes]]:
+        above = after is not None and after >= prefix
+        end = end_of(prefix)
+        statement = f'SELECT key, value FROM "{space}" WHERE key {">" if above else ">="} ?'  # noqa: S608
+        values: list[Any] = [after if above else prefix]
+        if end is not None:
+            statement += " AND key < ?"
+            values.append(end)
+        statement += f" AND {_UNEXPIRED} ORDER BY key LIMIT ?"
+        with self._file.session() as connection:
+            return connection.execute(statement, [*values, micros(clock.now()), limit]).fetchall()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class SQLitePartition(SQLiteView, StatePartition):
+    """One file in the hands of its owner."""
+
+    def __init__(self, file: _File, lock: Path, epoch: int) -> None:
+        super().__init__(file)
+        self.epoch = epoch
+        self._held: Path | None = lock
+        self._sweeps: dict[Space, Sweep] = {}
+
+    def commit(self, writes: Sequence[Write]) -> None:
+        spaces = grouped(writes)
+        with self._file.change() as connection:
+            (epoch,) = connection.execute("SELECT epoch FROM owner").fetchone()
+            if epoch != self.epoch:
+                raise Fenced(f"epoch {self.epoch} has ended: epoch {epoch} owns this partition; nothing was written")
+            for space, changes in spaces.items():
+                _write(connection, space, changes.values())
+            self._sweep(connection)
+
+    def _sweep(self, connection: sqlite3.Connection) -> None:
+        """Remove what has expired, among a few entries behind those that the last commit looked at."""
+        for name, hand in connection.execute("SELECT space, key FROM hand").fetchall():
+            sweep = self._sweeps.setdefault(Space(name), Sweep())
+            seen = connection.execute(
+                f'SELECT key, expires_at FROM "{name}" WHERE key > ? ORDER BY key LIMIT ?',  # noqa: S608
+                (hand, sweep.portion),
+            ).fetchall()
+            now = micros(clock.now())
+            expired = [(key,) for key, expires_at in seen if expires_at is not None and expires_at <= now]
+            connection.executemany(_DELETE[Space(name)], expired)
+            at = seen[-1][0] if len(seen) == sweep.portion else b""
+            connection.execute("UPDATE hand SET key = ? WHERE space = ?", (at, name))
+            sweep.saw(len(seen), len(expired))
+
+    def close(self) -> None:
+        super().close()
+        held, self._held = self._held, None
+        if held is not None:
+            LOCKS.give_back(held)
+
+
+def _write(connection: sqlite3.Connection, space: Space, writes: Collection[Write]) -> None:
+    expiring = [write.key for write in writes if write.expires_at is not None]
+    connection.executemany(
+        _PUT[space],
+        [
+            (key, value, None if expires_at is None else micros(expires_at))
+            for _, key, value, expires_at in writes
+            if value is not None
+        ],
+    )
+    connection.executemany(_DELETE[space], [(write.key,) for write in writes if write.value is None])
+    if expiring:
+        connection.execute("INSERT OR IGNORE INTO hand VALUES (?, x'')", (space.value,))
+
+
+class SQLiteStateStore(StateStore):
+    """State in files, for `sqlite:///folder`; its processors run on one host."""
+
+    capabilities: ClassVar[StateCapabilities] = StateCapabilities(shared=False)
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+
+    @classmethod
+    def open(cls, url: str) -> Self:
+        folder = Folder.parse(url, "sqlite")
+        folder.make()
+        return cls(folder)
+
+    def own(self, processor: str, partition: int, partitions: int, *, owner: str) -> StatePartition:
+        folder = self._folder.enter(processor, partition, partitions)
+        lock = folder / f"{partition}.lock"
+        LOCKS.take(lock)
+        try:
+            file = _File(folder / f"{partition}{SUFFIX}", create=True)
+            try:
+                with file.change() as connection:
+                    connection.execute("UPDATE owner SET epoch = epoch + 1, owner = ?", (owner,))
+                    (epoch,) = connection.execute("SELECT epoch FROM owner").fetchone()
+            except BaseException:
+                file.close()
+                raise
+        except BaseException:
+            LOCKS.give_back(lock)
+            raise
+        return SQLitePartition(file, lock, epoch)
+
+    def look(self, processor: str, partition: int) -> StateView:
+        return SQLiteView(_File(self._folder.find(processor, partition, SUFFIX), looks=True))
+
+    def ask(self, processor: str, partition: int, writes: Sequence[Write]) -> None:
+        check_requests(writes)
+        changes = grouped(writes)
+        file = _File(self._folder.find(processor, partition, SUFFIX))
+        try:
+            with file.change() as connection:
+                for space, requests in changes.items():
+                    _write(connection, space, requests.values())
+        finally:
+            file.close()
+
+    def processors(self) -> Mapping[str, int]:
+        return self._folder.processors()
+
+    def close(self) -> None:
+        """Partitions that were handed out are closed by whoever holds them."""

@@ -30,7 +30,9 @@ def _files(path: Path) -> list[Path]:
 
 SQLITE = Suite("sqlite", ("tests/conformance/test_sqlite.py", "tests/unit/test_sqlite_store.py"), "sqlite")
 POSTGRESQL = Suite(
-    "postgresql", ("tests/conformance/test_postgresql.py", "tests/stores/test_postgresql.py"), "postgresql"
+    "postgresql",
+    ("tests/conformance/test_postgresql.py", "tests/stores/test_postgresql.py", "tests/stores/test_postgresql_bell.py"),
+    "postgresql",
 )
 PRODUCER = Suite("producer", ("tests/producer",))
 UNIT = Suite("unit", ("tests/unit",), never=("test_benchmarks", "test_faults", "test_requirements", "test_servers"))

@@ -36,7 +36,15 @@ def test_an_operators_day(cli: Cli, store_url: str) -> None:
     assert cli("relay-config", "on_dead=skip", "--json").json["on_dead"] == "skip"
     assert cli("verify").code == 0
     entries = [(entry["action"], entry["affected"]) for entry in cli("audit", "--json").json]
-    assert [action for action, _ in entries] == ["relay-config", "reschedule", "replay", "kill", "add", "add", "migrate"]
+    assert [action for action, _ in entries] == [
+        "relay-config",
+        "reschedule",
+        "replay",
+        "kill",
+        "add",
+        "add",
+        "migrate",
+    ]
     assert all(affected == 1 for action, affected in entries if action != "migrate")
     assert [past["state"] for past in cli("show", first["event_id"], "--json").json["history"]] == ["DEAD"]
     password = store_url.partition("@")[0].rpartition(":")[2]

@@ -88,7 +88,7 @@ def _plan(call: Call) -> "Plan":
 
 def reap(call: Call) -> int:
     """`reap`."""
-    interval = call.args.interval or Timing().reaper_interval
+    interval = Timing().reaper_interval if call.args.interval is None else call.args.interval
     Timing(lease=max(interval * 2, timedelta(seconds=30)), reaper_interval=interval)  # above 0
     _log(call)
     store = open_store(call.args.store)

@@ -123,9 +123,13 @@ class _Database:
                 self.close()
 
     def close(self) -> None:
-        self.families.clear()
-        self.handles.clear()
+        """Everything that leads to the database goes, since the last of it holds RocksDB's lock."""
         with _in_our_words(self.path):
+            for family in self.families.values():
+                family.close()
+            self.families.clear()
+            self.handles.clear()
+            del self.default
             self.rocks.close()
 
     def write(self, batch: WriteBatch) -> None:

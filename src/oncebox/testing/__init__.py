@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .conformance import StoreConformance, StoreCore
     from .publishing import Arrived, PublisherConformance
     from .scripted import ScriptedPublisher
+    from .stating import StateConformance
     from .written import OutboxEvents, WrittenEvent, WrittenEvents
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "OutboxEvents",
     "PublisherConformance",
     "ScriptedPublisher",
+    "StateConformance",
     "StoreConformance",
     "StoreCore",
     "WrittenEvent",
@@ -28,6 +30,7 @@ _LATE = {
     "OutboxEvents": "written",
     "PublisherConformance": "publishing",
     "ScriptedPublisher": "scripted",
+    "StateConformance": "stating",
     "StoreConformance": "conformance",
     "StoreCore": "conformance",
     "WrittenEvent": "written",

@@ -94,7 +94,7 @@ class Run:
         run = cls()
         for line in log.read_text().splitlines() if log.exists() else ():
             run.note(json.loads(line))
-        if run.ended is None and run.began is not None:
+        if run.ended is None and run.began is not None and run.began not in {one.test for one in run.red}:
             run.red.append(Red(run.began, hung=True))
         return run
 

@@ -14,6 +14,7 @@ from oncebox.stores.postgresql import PostgreSQLStore
 from oncebox.testing.servers import PgBouncer, PostgreSQL
 
 FOREVER = 100_000.0  # seconds: a wait that only a notification ends
+PATIENCE = 30.0  # seconds, for what takes milliseconds
 LEASE = timedelta(seconds=30)
 
 
@@ -53,7 +54,7 @@ def test_a_commit_ends_the_wait_of_an_idle_relay(store: PostgreSQLStore, postgre
         writer.execute("insert into oncebox.event (event_type, payload) values ('order.created', '')")
         assert waiting.is_alive(), "nothing is told before the commit"
         writer.commit()
-    waiting.join(60)
+    waiting.join(PATIENCE)
     assert not waiting.is_alive()
 
 
@@ -64,7 +65,7 @@ def test_what_came_between_a_claim_and_the_wait_is_not_missed(store: PostgreSQLS
         writer.execute("insert into oncebox.event (event_type, payload) values ('order.created', '')")
     waiting = threading.Thread(target=store.wait, args=(FOREVER,), daemon=True)
     waiting.start()
-    waiting.join(60)
+    waiting.join(PATIENCE)
     assert not waiting.is_alive()
 
 
@@ -74,7 +75,7 @@ def test_what_came_before_the_wish_was_known_is_not_missed(store: PostgreSQLStor
     store.append(events(1))
     waiting = threading.Thread(target=store.wait, args=(FOREVER,), daemon=True)
     waiting.start()
-    waiting.join(60)
+    waiting.join(PATIENCE)
     assert not waiting.is_alive()
 
 
@@ -123,6 +124,6 @@ def test_a_wait_survives_the_servers_restart() -> None:
         store.append(events(1))
         waiting = threading.Thread(target=store.wait, args=(FOREVER,), daemon=True)
         waiting.start()
-        waiting.join(60)
+        waiting.join(PATIENCE)
         assert not waiting.is_alive()
         store.close()

@@ -68,6 +68,10 @@ class StateView(ABC):
         """Up to `limit` entries whose keys begin so, in the order of their bytes, above `after` if it is given."""
 
     @abstractmethod
+    def writes(self, space: Space, *, after: bytes | None = None, limit: int = 1_000) -> list[Write]:
+        """The same as `scan`, as the writes that would make these entries again, with when they expire."""
+
+    @abstractmethod
     def close(self) -> None:
         """Give up the connection; safe to call twice."""
 

@@ -116,8 +116,14 @@ class PostgreSQLView(StateView):
     def scan(
         self, space: Space, prefix: bytes = b"", *, after: bytes | None = None, limit: int = 1_000
     ) -> list[tuple[bytes, bytes]]:
+        return [(key, value) for key, value, _ in self._rows(space, prefix, after, limit)]
+
+    def writes(self, space: Space, *, after: bytes | None = None, limit: int = 1_000) -> list[Write]:
+        return [Write(space, *row) for row in self._rows(space, b"", after, limit)]
+
+    def _rows(self, space: Space, prefix: bytes, after: bytes | None, limit: int) -> list[TupleRow]:
         asked = {"id": self._id, "first": prefix, "after": after, "end": end_of(prefix), "limit": limit}
-        return [(key, value) for key, value in self._run(_SCAN[space], asked)]
+        return self._run(_SCAN[space], asked)
 
     def close(self) -> None:
         self._closed = True

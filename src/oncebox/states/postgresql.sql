@@ -2,7 +2,9 @@
 -- Python puts the name of each space for {table} and {name}.
 
 -- name: installed
-select to_regclass('oncebox_state.format') is not null, current_setting('default_transaction_isolation'),
+-- By a query, not to_regclass: a session that looked before the schema was there would remember that.
+select exists (select from pg_catalog.pg_tables where schemaname = 'oncebox_state' and tablename = 'format'),
+       current_setting('default_transaction_isolation'),
        current_setting('synchronous_commit')
 
 -- name: format
@@ -129,7 +131,7 @@ select key, value from oncebox_state."{table}"
  where partition_id = %(id)b and key = any(%(keys)b) and (expires_at is null or expires_at > clock_timestamp())
 
 -- name: scan
-select key, value from oncebox_state."{table}"
+select key, value, expires_at from oncebox_state."{table}"
  where partition_id = %(id)b and key >= %(first)b and (%(after)b::bytea is null or key > %(after)b)
    and (%(end)b::bytea is null or key < %(end)b) and (expires_at is null or expires_at > clock_timestamp())
  order by key limit %(limit)b

@@ -190,6 +190,11 @@ def _got(family: Rdict, keys: Collection[bytes]) -> dict[bytes, bytes]:
     return {key: stored[EXPIRY_BYTES:] for key, stored in found if stored is not None and not _expired(stored, now)}
 
 
+def _write(space: Space, key: bytes, stored: bytes) -> Write:
+    expiry = int.from_bytes(stored[:EXPIRY_BYTES])
+    return Write(space, key, stored[EXPIRY_BYTES:], from_micros(expiry) if expiry else None)
+
+
 def _scanned(family: Rdict, prefix: bytes, after: bytes | None, limit: int) -> list[tuple[bytes, bytes]]:
     now = _now()
     found: list[tuple[bytes, bytes]] = []
@@ -197,7 +202,7 @@ def _scanned(family: Rdict, prefix: bytes, after: bytes | None, limit: int) -> l
         if not key.startswith(prefix) or len(found) >= limit:
             break
         if key != after and not _expired(stored, now):
-            found.append((key, stored[EXPIRY_BYTES:]))
+            found.append((key, stored))
     return found
 
 
@@ -272,27 +277,36 @@ class RocksDBView(StateView):
         asked = self._asked(space)
         with self._family(space) as family:
             found = _got(family, keys)
-        wanted = set(keys)
-        return _merged(found, {key: value for key, value in asked.items() if key in wanted})
+        merged = {**found, **{key: asked[key].value for key in keys if key in asked}}
+        return {key: value for key, value in merged.items() if value is not None}
 
     def scan(
         self, space: Space, prefix: bytes = b"", *, after: bytes | None = None, limit: int = 1_000
     ) -> list[tuple[bytes, bytes]]:
+        return [(write.key, write.value or b"") for write in self._writes(space, prefix, after, limit)]
+
+    def writes(self, space: Space, *, after: bytes | None = None, limit: int = 1_000) -> list[Write]:
+        return self._writes(space, b"", after, limit)
+
+    def _writes(self, space: Space, prefix: bytes, after: bytes | None, limit: int) -> list[Write]:
+        """What the database holds, and over it what was asked and not folded in yet."""
         asked = {
-            key: value
-            for key, value in self._asked(space).items()
+            key: write
+            for key, write in self._asked(space).items()
             if key.startswith(prefix) and (after is None or key > after)
         }
         with self._family(space) as family:
             found = _scanned(family, prefix, after, limit + len(asked))
-        return sorted(_merged(dict(found), asked).items())[:limit]
+        merged = {**{key: _write(space, key, stored) for key, stored in found}, **asked}
+        return [merged[key] for key in sorted(merged) if merged[key].value is not None][:limit]
 
-    def _asked(self, space: Space) -> dict[bytes, bytes | None]:
+    def _asked(self, space: Space) -> dict[bytes, Write]:
         if space is not Space.REQUESTS:
             return {}
         now = clock.now()
         writes = [write for asked in self._requests.waiting().values() for write in asked]
-        return {key: None if expires and expires <= now else value for _, key, value, expires in writes}
+        expired = [write for write in writes if write.expires_at is not None and write.expires_at <= now]
+        return {write.key: write._replace(value=None) if write in expired else write for write in writes}
 
     @contextmanager
     def _family(self, space: Space) -> Iterator[Rdict]:
@@ -308,11 +322,6 @@ class RocksDBView(StateView):
             if rocks is not None:
                 rocks.close()
                 shutil.rmtree(self._scratch, ignore_errors=True)
-
-
-def _merged(found: dict[bytes, bytes], over: Mapping[bytes, bytes | None]) -> dict[bytes, bytes]:
-    merged = {**found, **over}
-    return {key: value for key, value in merged.items() if value is not None}
 
 
 class RocksDBPartition(StatePartition):
@@ -338,7 +347,13 @@ class RocksDBPartition(StatePartition):
     ) -> list[tuple[bytes, bytes]]:
         with self._session() as database:
             self._fold(space)
-            return _scanned(database.families[space], prefix, after, limit)
+            found = _scanned(database.families[space], prefix, after, limit)
+        return [(key, stored[EXPIRY_BYTES:]) for key, stored in found]
+
+    def writes(self, space: Space, *, after: bytes | None = None, limit: int = 1_000) -> list[Write]:
+        with self._session() as database:
+            self._fold(space)
+            return [_write(space, *entry) for entry in _scanned(database.families[space], b"", after, limit)]
 
     def commit(self, writes: Sequence[Write]) -> None:
         spaces = grouped(writes)

@@ -24,6 +24,7 @@ from .base import (
     Write,
     check_requests,
     end_of,
+    from_micros,
     grouped,
     micros,
 )
@@ -164,9 +165,20 @@ class SQLiteView(StateView):
     def scan(
         self, space: Space, prefix: bytes = b"", *, after: bytes | None = None, limit: int = 1_000
     ) -> list[tuple[bytes, bytes]]:
+        return [(key, value) for key, value, _ in self._rows(space, prefix, after, limit)]
+
+    def writes(self, space: Space, *, after: bytes | None = None, limit: int = 1_000) -> list[Write]:
+        return [
+            Write(space, key, value, None if expires_at is None else from_micros(expires_at))
+            for key, value, expires_at in self._rows(space, b"", after, limit)
+        ]
+
+    def _rows(
+        self, space: Space, prefix: bytes, after: bytes | None, limit: int
+    ) -> list[tuple[bytes, bytes, int | None]]:
         above = after is not None and after >= prefix
         end = end_of(prefix)
-        statement = f'SELECT key, value FROM "{space}" WHERE key {">" if above else ">="} ?'  # noqa: S608
+        statement = f'SELECT key, value, expires_at FROM "{space}" WHERE key {">" if above else ">="} ?'  # noqa: S608
         values: list[Any] = [after if above else prefix]
         if end is not None:
             statement += " AND key < ?"

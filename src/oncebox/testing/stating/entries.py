@@ -119,6 +119,14 @@ class EntriesConformance(StateBase):
         partition.commit([put(b"a", b"2"), Write(Space.STATE, b"b", b"2", past)])
         assert entries(partition) == {b"a": b"2"}
 
+    def test_entries_are_shown_as_the_writes_that_made_them(self, store: StateStore, partition: StatePartition) -> None:
+        made = [Write(Space.STATE, b"a", b"1", clock.now() + LONG), put(b"b", b""), put(b"c", b"3")]
+        partition.commit([*made, Write(Space.STATE, b"past", b"x", clock.now() - LONG)])
+        assert partition.writes(Space.STATE) == made
+        assert partition.writes(Space.STATE, after=b"a", limit=1) == made[1:2]
+        with closing(store.look("totals", 0)) as view:
+            assert view.writes(Space.STATE) == made
+
     def test_removing_the_expired_leaves_all_others_alone(self, partition: StatePartition) -> None:
         """Also when they are many, and when those who stay lie between them."""
         past, future = clock.now() - LONG, clock.now() + LONG

@@ -1,0 +1,158 @@
+"""What operators do to a processor's state: export it, import it, and move it to another number of partitions.
+
+An export is lines of JSON: a head that names the processor, one line for each entry (keys and values in base64), and
+an end that counts them, so that half a file is not taken for a whole one.
+"""
+
+import json
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from ..errors import InvalidSetting
+from ..states.base import Space, StatePartition, StateStore, Write, from_micros, micros
+
+FORMAT = 1
+PAGE = 1_000
+COMMIT_MAX = 1_000
+COMMIT_BYTES_MAX = 8 * 1024 * 1024
+OWNER = "oncebox state"
+
+Route = Callable[[Space, bytes, int, int], int]  # space, key, its partition so far, how many there will be
+
+
+class Entry(NamedTuple):
+    """One entry of a processor's state."""
+
+    partition: int
+    space: Space
+    key: bytes
+    value: bytes
+    expires_at: datetime | None = None
+
+
+def entries(store: StateStore, processor: str) -> Iterator[Entry]:
+    """All that a processor keeps, partition by partition, also while it runs; each page is of one moment."""
+    for partition in range(_partitions(store, processor)):
+        try:
+            view = store.look(processor, partition)
+        except InvalidSetting:  # nobody has owned it yet
+            continue
+        with closing(view):
+            for space in Space:
+                after: bytes | None = None
+                while page := view.writes(space, after=after, limit=PAGE):
+                    yield from (Entry(partition, space, key, value or b"", at) for _, key, value, at in page)
+                    after = page[-1].key
+
+
+def exported(store: StateStore, processor: str) -> Iterator[str]:
+    """The lines of an export. Stop the processor, if all of it must be of one moment."""
+    head = {"oncebox_state": FORMAT, "processor": processor, "partitions": _partitions(store, processor)}
+    yield json.dumps(head)
+    count = 0
+    for count, entry in enumerate(entries(store, processor), 1):  # noqa: B007 - the last one is the number of all
+        expires_at = entry.expires_at and micros(entry.expires_at)
+        line = [entry.partition, entry.space, _text(entry.key), _text(entry.value), expires_at]
+        yield json.dumps(line, separators=(",", ":"))
+    yield json.dumps({"end": count})
+
+
+def imported(store: StateStore, processor: str, lines: Iterable[str]) -> int:
+    """Write an export under a name that has no state here; return how many entries it had.
+
+    Stopped in the middle, it leaves a part: import it under another name, or into another store.
+    """
+    found = iter(lines)
+    head = _document(next(found, ""), 1)
+    if not isinstance(head, dict) or head.get("oncebox_state") != FORMAT:
+        raise InvalidSetting(f"line 1 is not the head of an export of format {FORMAT}")
+    return _write(store, processor, int(head["partitions"]), _read(found))
+
+
+def repartitioned(
+    store: StateStore, processor: str, partitions: int, route: Route, *, into: StateStore, name: str | None = None
+) -> int:
+    """Copy a processor's state to another number of partitions, each entry to where `route` says.
+
+    The processor must not run. What is left behind is as it was: the copy is in another store, or has another name.
+    """
+    copy = name or processor
+    moved = (
+        entry._replace(partition=route(entry.space, entry.key, entry.partition, partitions))
+        for entry in entries(store, processor)
+    )
+    return _write(into, copy, partitions, moved)
+
+
+def _partitions(store: StateStore, processor: str) -> int:
+    known = store.processors()
+    if processor not in known:
+        raise InvalidSetting(f"there is no state of {processor!r} here; known: {', '.join(known) or 'none'}")
+    return known[processor]
+
+
+def _write(store: StateStore, processor: str, partitions: int, found: Iterable[Entry]) -> int:
+    if processor in store.processors():
+        raise InvalidSetting(f"{processor} has state here already: give another name, or another store")
+    owners = [store.own(processor, number, partitions, owner=OWNER) for number in range(partitions)]
+    try:
+        return _fill(owners, found)
+    finally:
+        for owner in owners:
+            owner.close()
+
+
+def _fill(owners: list[StatePartition], found: Iterable[Entry]) -> int:
+    waiting: list[list[Write]] = [[] for _ in owners]
+    sizes = [0] * len(owners)
+    count = 0
+    for partition, space, key, value, expires_at in found:
+        if not 0 <= partition < len(owners):
+            raise InvalidSetting(f"an entry for partition {partition}; there are {len(owners)}")
+        waiting[partition].append(Write(space, key, value, expires_at))
+        sizes[partition] += len(key) + len(value)
+        count += 1
+        if len(waiting[partition]) >= COMMIT_MAX or sizes[partition] >= COMMIT_BYTES_MAX:
+            owners[partition].commit(waiting[partition])
+            waiting[partition], sizes[partition] = [], 0
+    for owner, writes in zip(owners, waiting, strict=True):
+        owner.commit(writes)
+    return count
+
+
+def _read(lines: Iterator[str]) -> Iterator[Entry]:
+    count = 0
+    for number, line in enumerate(lines, 2):
+        found = _document(line, number)
+        if isinstance(found, dict):
+            if found != {"end": count}:
+                raise InvalidSetting(f"line {number}: the export ends after {found.get('end')} entries, not {count}")
+            return
+        try:
+            partition, space, key, value, expires_at = found
+            entry = Entry(
+                int(partition),
+                Space(space),
+                b64decode(key, validate=True),
+                b64decode(value, validate=True),
+                None if expires_at is None else from_micros(expires_at),
+            )
+        except (ValueError, TypeError) as error:
+            raise InvalidSetting(f"line {number} is no entry of an export: {error}") from error
+        yield entry
+        count += 1
+    raise InvalidSetting(f"the export breaks off after {count} entries: its last line is missing")
+
+
+def _document(line: str, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise InvalidSetting(f"line {number} is no JSON: {error}") from None
+
+
+def _text(value: bytes) -> str:
+    return b64encode(value).decode()

@@ -324,14 +324,20 @@ create type oncebox.taken as (seqs bigint[], attempts integer[], lanes bigint[],
     hands bigint[]);
 
 -- How many of these events, in this order, fit into `room` bytes of payload; `first`: the first one always does.
+-- As a rule all do, which one walk over the index shows; only else are they added up one by one.
 create function oncebox.fitting(seqs bigint[], room bigint, first boolean, out fit integer, out bytes bigint)
-    language sql stable security definer set search_path = oncebox, pg_temp as $$
-    select count(*), coalesce(max(running), 0) from (
+    language plpgsql stable security definer set search_path = oncebox, pg_temp as $$
+begin
+    select cardinality(seqs), coalesce(sum(octet_length(payload)), 0) into fit, bytes from event where seq = any (seqs);
+    if bytes <= room then
+        return;
+    end if;
+    select count(*), coalesce(max(running), 0) into fit, bytes from (
         select u.place, sum(octet_length(e.payload)) over (order by u.place) as running
         from unnest(seqs) with ordinality u(seq, place),
              lateral (select payload from event where event.seq = u.seq offset 0) e) sized
-    where running <= room or (first and place = 1)
-$$;
+    where running <= room or (first and place = 1);
+end $$;
 
 -- Fresh events without an ordering key, oldest first. FOR UPDATE SKIP LOCKED at the head of the index (LR-040), then
 -- DELETE by ctid. `above` is the worker's cursor: it spares a walk over the index entries of rows that are long gone.

@@ -50,13 +50,13 @@ class TestPostgreSQLState(StateConformance):
         store = PostgreSQLStateStore.open(url)
         partition = store.own("totals", 0, 1, owner="test")
         with psycopg.connect(url, autocommit=True) as connection:
-            connection.execute("alter role current_user set synchronous_commit to off")
-            connection.execute("select pg_terminate_backend(pid) from pg_stat_activity where pid <> pg_backend_pid()")
-            try:
-                with pytest.raises(InvalidSetting, match="synchronous_commit"):
-                    partition.commit([Write(Space.STATE, b"key", b"x")])
-            finally:
-                connection.execute("alter role current_user reset synchronous_commit")
+            connection.execute(f"alter database {connection.info.dbname} set synchronous_commit to off")
+            connection.execute(
+                "select pg_terminate_backend(pid, 10000) from pg_stat_activity "
+                "where datname = current_database() and pid <> pg_backend_pid()"
+            )
+        with pytest.raises(InvalidSetting, match="synchronous_commit"):
+            partition.commit([Write(Space.STATE, b"key", b"x")])
         store.close()
 
 

@@ -33,7 +33,7 @@ from .folder import LOCKS, Folder
 FORMAT = 1
 SUFFIX = ".sqlite"
 BUSY_SECONDS = 30.0
-GET_MAX = 500  # keys in one statement
+GET_MAX = 32_000  # keys in one statement, which sees one moment
 _UNAVAILABLE: Mapping[int, str] = {
     sqlite3.SQLITE_BUSY: "another process writes for too long; try again",
     sqlite3.SQLITE_LOCKED: "another process writes for too long; try again",

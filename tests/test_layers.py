@@ -16,8 +16,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "oncebox"
 LAYERS = (
     {"errors", "clock"},
     {"event", "config"},
-    {"retry", "telemetry"},
-    {"stores", "publishers", "states", "sources"},
+    {"retry", "telemetry", "registry"},
+    {"stores", "publishers"},
+    {"states", "sources"},
     {"producer", "relay", "processor"},
     {"wiring"},
     {"spark", "admin"},
@@ -32,13 +33,14 @@ CONTRACTS = ("stores.base", "publishers.base", "states.base", "sources.base")
 
 # A driver or a client is imported in the files that bear its name, and nowhere else, not even late.
 DRIVERS = {
-    "sqlite3": ("stores/sqlite*.py", "producer/sqlite.py", "publishers/file.py"),
-    "psycopg": ("stores/postgresql*.py", "producer/psycopg.py"),
+    "sqlite3": ("stores/sqlite*.py", "states/sqlite.py", "producer/sqlite.py", "publishers/file.py"),
+    "psycopg": ("stores/postgresql*.py", "states/postgresql.py", "producer/psycopg.py"),
     "psycopg_pool": ("stores/postgresql*.py",),
     "sqlalchemy": ("producer/sqlalchemy.py",),
     "opentelemetry": ("telemetry.py",),
-    "redis": ("publishers/valkey*.py",),
-    "confluent_kafka": ("publishers/kafka*.py", "testing/kafka.py"),
+    "rocksdict": ("states/rocksdb.py",),
+    "redis": ("publishers/valkey*.py", "sources/valkey*.py"),
+    "confluent_kafka": ("publishers/kafka*.py", "sources/kafka*.py", "testing/kafka.py"),
     "pyspark": ("spark/*.py",),
     "pyarrow": ("spark/*.py",),
     "pytest": ("testing/*.py",),

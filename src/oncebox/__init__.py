@@ -35,6 +35,8 @@ from .errors import (
     StoreError,
     StoreUnavailable,
     UnknownPublisher,
+    UnknownSource,
+    UnknownState,
     UnknownStore,
     UsageError,
 )
@@ -95,6 +97,8 @@ __all__ = [
     "StoreUnavailable",
     "Timing",
     "UnknownPublisher",
+    "UnknownSource",
+    "UnknownState",
     "UnknownStore",
     "UsageError",
     "Verdict",

@@ -7,7 +7,9 @@
     │  ├─ NotInTransaction        an event written outside a transaction: the dual-write hazard
     │  ├─ InvalidSetting          a setting that is wrong by itself or against another
     │  ├─ UnknownStore            no store is registered for the URL's scheme
-    │  └─ UnknownPublisher        no publisher is registered for it
+    │  ├─ UnknownPublisher        no publisher is registered for it
+    │  ├─ UnknownSource           no source is registered for it
+    │  └─ UnknownState            no state store is registered for it
     ├─ PublisherUnavailable       the broker does not answer
     ├─ SourceError
     │  ├─ SourceUnavailable       the source does not answer
@@ -63,6 +65,14 @@ class UnknownStore(UsageError):
 
 class UnknownPublisher(UsageError):
     """No publisher is registered for the scheme of this URL."""
+
+
+class UnknownSource(UsageError):
+    """No source is registered for the scheme of this URL."""
+
+
+class UnknownState(UsageError):
+    """No state store is registered for the scheme of this URL."""
 
 
 class PublisherUnavailable(OnceboxError):

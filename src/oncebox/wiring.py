@@ -1,20 +1,21 @@
 """Settings → parts: the composition root, outside the engines."""
 
-import difflib
 import os
 import re
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, unquote
 
 from .config import STORE_DEFAULT, STORE_VARIABLE
-from .errors import InvalidSetting, UnknownPublisher, UnknownStore, UsageError
+from .errors import InvalidSetting, UnknownPublisher, UnknownSource, UnknownState, UnknownStore
 from .publishers.base import Publisher
-from .stores.base import OutboxStore, hidden_password
+from .registry import STORE_GROUP, registered
+from .sources.base import Source
+from .states.base import StateStore
+from .stores.base import OutboxStore
 
-STORE_GROUP = "oncebox.stores"
 PUBLISHER_GROUP = "oncebox.publishers"
+SOURCE_GROUP = "oncebox.sources"
+STATE_GROUP = "oncebox.states"
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
@@ -31,7 +32,7 @@ def open_store(url: str | None = None, *, check_schema: bool = True) -> OutboxSt
 
 def store_class(url: str) -> type[OutboxStore]:
     """The class that is registered for the URL's scheme in the entry point group `oncebox.stores`."""
-    found: type[OutboxStore] = _registered(STORE_GROUP, url, UnknownStore)
+    found: type[OutboxStore] = registered(STORE_GROUP, url, UnknownStore)
     return found
 
 
@@ -41,11 +42,29 @@ def open_publisher(url: str) -> Publisher:
     return publisher_class(url).open(url)
 
 
+def open_source(url: str, *, consumer: str) -> Source:
+    """Open the source that `url` names, for the processor called `consumer`; `outbox+` goes before a store's URL."""
+    url = resolved(url)
+    return source_class(url).open(url, consumer=consumer)
+
+
+def open_state(url: str) -> StateStore:
+    """Open the state store that `url` names; its scheme picks the class, ours or a stranger's."""
+    url = resolved(url)
+    return state_class(url).open(url)
+
+
+def state_class(url: str) -> type[StateStore]:
+    """The class that is registered for the URL's scheme in the entry point group `oncebox.states`."""
+    found: type[StateStore] = registered(STATE_GROUP, url, UnknownState)
+    return found
+
+
 def anchored(url: str) -> str:
-    """The URL of a SQLite file as every process of this machine reads it, wherever it was started."""
+    """The URL of a local file or folder as every process of this machine reads it, wherever it was started."""
     scheme, found, rest = url.partition(":///")
     path, question, options = rest.partition("?")
-    if not found or scheme != "sqlite" or path.startswith("/"):
+    if not found or scheme not in {"sqlite", "rocksdb"} or path.startswith("/"):
         return url
     return f"{scheme}:///{quote(str(Path(unquote(path)).absolute()))}{question}{options}"
 
@@ -68,25 +87,12 @@ def _value(match: re.Match[str]) -> str:
 
 def publisher_class(url: str) -> type[Publisher]:
     """The class that is registered for the URL's scheme in the entry point group `oncebox.publishers`."""
-    found: type[Publisher] = _registered(PUBLISHER_GROUP, url, UnknownPublisher)
+    found: type[Publisher] = registered(PUBLISHER_GROUP, url, UnknownPublisher)
     return found
 
 
-def _registered(group: str, url: str, unknown: type[UsageError]) -> Any:
-    scheme, colon, _ = url.partition(":")
-    known = {entry.name: entry for entry in entry_points(group=group)}
-    if colon and scheme in known:
-        return _loaded(known[scheme], group, unknown)
-    near = difflib.get_close_matches(scheme, known, n=1)
-    hint = f"did you mean {near[0]}:? " if near else ""
-    kind = group.partition(".")[2].removesuffix("s")
-    raise unknown(f"no {kind} for {hidden_password(url)!r}; {hint}known: {', '.join(sorted(known))}")
-
-
-def _loaded(entry: EntryPoint, group: str, unknown: type[UsageError]) -> Any:
-    try:
-        return entry.load()
-    except ModuleNotFoundError as error:
-        package, _, extra = entry.module.rpartition(".")  # an extra bears the name of its module, not of a scheme
-        way = f"pip install 'oncebox[{extra}]'" if package == group else "install it"
-        raise unknown(f"{entry.name}: needs the module {error.name!r}, which is not there: {way}") from error
+def source_class(url: str) -> type[Source]:
+    """The class that is registered for the URL's scheme in the entry point group `oncebox.sources`."""
+    name = "outbox" if url.startswith("outbox+") else None  # what follows the plus is a store's business
+    found: type[Source] = registered(SOURCE_GROUP, url, UnknownSource, name=name)
+    return found

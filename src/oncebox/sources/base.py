@@ -50,7 +50,17 @@ class SourceCapabilities:
 
 
 class SourcePartition(ABC):
-    """One partition in the hands of one consumer."""
+    """One partition in the hands of one consumer.
+
+    `hold` may be called from another thread while `poll` or a handler runs; all else comes from one thread.
+    """
+
+    origin: Position | None = None
+    """Of a log that was opened without progress: what reading began above.
+
+    Until a `low` is known this is to be kept as it, with the very first commit: a start at the end of a log, or at the
+    end of its retention, is found again by nothing else while the first message is still unfinished.
+    """
 
     @abstractmethod
     def poll(self, limit: int, *, bytes_max: int, timeout: timedelta) -> list[Message]:

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 from urllib.parse import parse_qsl, quote, unquote
 
 from .. import clock
-from ..config import Control, parse_duration
+from ..config import Control, hidden_password, parse_duration
 from ..errors import ForbiddenWrite, InvalidSetting, SchemaMissing, StoreError, StoreUnavailable
 from . import sql
 
@@ -73,7 +73,8 @@ def _options(url: str, options: str) -> dict[str, timedelta]:
     given = dict(parse_qsl(options, keep_blank_values=True))
     for name in given.keys() - {"busy_timeout"}:
         near = difflib.get_close_matches(name, ["busy_timeout"])
-        raise InvalidSetting(f"{url!r}: unknown option {name!r}; {'did you mean' if near else 'known:'} busy_timeout")
+        hint = "did you mean" if near else "known:"
+        raise InvalidSetting(f"{hidden_password(url)!r}: unknown option {name!r}; {hint} busy_timeout")
     durations = {name: parse_duration(value) for name, value in given.items()}
     if any(duration > BUSY_TIMEOUT_MAX for duration in durations.values()):
         raise InvalidSetting(f"{url!r}: busy_timeout is longer than {BUSY_TIMEOUT_MAX}; give a shorter one")

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .conformance import StoreConformance, StoreCore
     from .publishing import Arrived, PublisherConformance
     from .scripted import ScriptedPublisher
+    from .sourcing import SourceConformance
     from .stating import StateConformance
     from .written import OutboxEvents, WrittenEvent, WrittenEvents
 
@@ -18,6 +19,7 @@ __all__ = [
     "OutboxEvents",
     "PublisherConformance",
     "ScriptedPublisher",
+    "SourceConformance",
     "StateConformance",
     "StoreConformance",
     "StoreCore",
@@ -30,6 +32,7 @@ _LATE = {
     "OutboxEvents": "written",
     "PublisherConformance": "publishing",
     "ScriptedPublisher": "scripted",
+    "SourceConformance": "sourcing",
     "StateConformance": "stating",
     "StoreConformance": "conformance",
     "StoreCore": "conformance",

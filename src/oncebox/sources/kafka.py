@@ -1,0 +1,307 @@
+"""`kafka://host:9092,host2:9092?topic=orders`: the records of a Kafka topic; each of its partitions is one of ours.
+
+How far a processor is done is kept with its state. The broker's offsets are committed after it, for tools that show
+lag, and are never read. The page docs/reference/sources.md has every option.
+"""
+
+import logging
+import threading
+import zlib
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple, Self
+from uuid import NAMESPACE_OID, uuid5
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from .. import clock
+from ..errors import PositionGone, SourceError, SourceUnavailable
+from ..publishers.kafka_client import ClientLog, client_settings, hidden, own_settings
+from ..publishers.message import PublisherUrl, event_from
+from .base import Message, Position, Progress, Source, SourceCapabilities, SourcePartition
+
+log = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 5.0
+CHECK_SECONDS = 2.0  # between two looks at the topic
+_OURS = frozenset(
+    {
+        *("bootstrap.servers", "metadata.broker.list", "group.id", "group.instance.id", "isolation.level"),
+        *("enable.auto.commit", "enable.auto.offset.store", "auto.offset.reset", "enable.partition.eof"),
+        *("allow.auto.create.topics",),
+    }
+)
+_GONE = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE})
+_NO_TOPIC = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})
+_UNKNOWN_TOPIC_ID = 100  # the topic was deleted, and perhaps made anew
+_PASSING = frozenset({KafkaError._PARTITION_EOF, KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._TIMED_OUT})
+
+
+class Log(NamedTuple):
+    """A topic as it is now; `mark` tells it from a former or another one of the same name."""
+
+    partitions: int
+    mark: int
+
+
+class KafkaSource(Source):
+    """A topic, read by whoever knows how far it is done."""
+
+    capabilities = SourceCapabilities()
+
+    def __init__(self, url: PublisherUrl, consumer: str) -> None:
+        self.shown = url.shown
+        self.topic = url.text("topic", "")
+        self.from_end = url.text("start", "earliest", choices=("earliest", "latest")) == "latest"
+        self._settings = client_settings(url, topic_option="topic") | own_settings(url, _OURS, whose="source")
+        if not self.topic:
+            raise url.wrong("names no topic; add ?topic=orders")
+        url.done()
+        self._consumer = consumer
+        self._lock = threading.Lock()
+        self._admin: AdminClient | None = None
+        try:
+            self._client()  # it reads its settings now, and connects later
+        except KafkaException as error:
+            raise url.wrong(hidden(error.args[0].str(), self._settings)) from None
+
+    @classmethod
+    def open(cls, url: str, *, consumer: str) -> Self:
+        """Read the URL; the client connects by itself, now or later."""
+        return cls(PublisherUrl(url), consumer)
+
+    @property
+    def name(self) -> str:
+        """The topic; brokers come and go."""
+        return f"kafka:{self.topic}"
+
+    def partitions(self) -> int:
+        """As many as the topic has."""
+        return self.look().partitions
+
+    def look(self) -> Log:
+        """The topic as it is now; `SourceUnavailable` if it is not there, or nobody says."""
+        asked = self._client().describe_topics(TopicCollection([self.topic]), request_timeout=ANSWER_SECONDS)
+        try:
+            found = asked[self.topic].result(2 * ANSWER_SECONDS)
+        except KafkaException as error:
+            raise self.unavailable(error.args[0]) from error
+        except TimeoutError as error:
+            raise SourceUnavailable(f"{self.shown}: no broker answered") from error
+        return Log(len(found.partitions), zlib.crc32(str(found.topic_id).encode()))
+
+    def unavailable(self, error: KafkaError) -> SourceUnavailable:
+        """What the cluster says, without secrets, and what helps."""
+        advice = "; create it first" if error.code() in _NO_TOPIC else ""
+        if error.code() in {KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError._AUTHENTICATION}:
+            advice = "; allow this user Read and Describe on it"
+        return SourceUnavailable(f"{self.shown}: {hidden(error.str(), self._settings)}{advice}")
+
+    def gone(self, problem: str) -> PositionGone:
+        """What comes after the checkpoint is not there: nothing but an operator can decide what to do."""
+        return PositionGone(
+            f"{self.shown}: {problem}; going on would skip events. Restore the topic, or accept the loss: start a "
+            "processor under a new name, which reads what is still there"
+        )
+
+    def partition(self, number: int, progress: Progress, *, owner: str) -> "KafkaPartition":
+        """Read from the record after `progress.low`; without one, from the first that is there, or the end."""
+        log_now = self.look() if progress.low is None else self.look_for(progress.low)
+        settings = {
+            "fetch.error.backoff.ms": 100,
+            "queued.max.messages.kbytes": 32_768,
+            "socket.timeout.ms": 10_000,
+            **self._settings,
+            "group.id": self._consumer,
+            "client.id": f"oncebox-{owner}",
+            "isolation.level": "read_committed",
+            "enable.auto.commit": False,
+            "enable.auto.offset.store": False,
+            "auto.offset.reset": "error",
+            "allow.auto.create.topics": False,
+        }
+        return KafkaPartition(self, TopicPartition(self.topic, number), log_now.mark, progress, settings)
+
+    def look_for(self, low: Position) -> Log:
+        """The same topic that `low` is of; `PositionGone` if it is not there any more."""
+        try:
+            found = self.look()
+        except SourceUnavailable as error:
+            cause = error.__cause__
+            if isinstance(cause, KafkaException) and cause.args[0].code() in _NO_TOPIC:
+                raise self.gone(f"the topic is gone, and offset {low[0] + 1:,} of it comes next") from error
+            raise
+        if found.mark != low[1]:
+            raise self.gone("this is another topic of the same name than the one of the checkpoint")
+        return found
+
+    def close(self) -> None:
+        """Let the client go; its threads end by themselves."""
+        with self._lock:
+            self._admin = None
+
+    def _client(self) -> AdminClient:
+        with self._lock:
+            if self._admin is None:
+                settings: dict[str, Any] = {**self._settings, "logger": ClientLog()}
+                self._admin = AdminClient(settings)
+            return self._admin
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.shown!r})"
+
+
+class KafkaPartition(SourcePartition):
+    """A partition of a topic, assigned by hand: no group decides who reads it."""
+
+    def __init__(
+        self, source: KafkaSource, place: TopicPartition, mark: int, progress: Progress, settings: Mapping[str, Any]
+    ) -> None:
+        self._source = source
+        self._topic, self._number, self._mark = place.topic, place.partition, mark
+        self._buffer: deque[Any] = deque()
+        self._held: dict[int, None] = {}  # offsets handed out and not acknowledged, in their order
+        self._checked_at = clock.monotonic()
+        self._error: SourceError | None = None
+        self._open = True
+        own = {"on_commit": _committed, "logger": ClientLog()}
+        self._consumer = Consumer({**settings, **own})
+        try:
+            self._next = self._first(progress)
+            self._consumer.assign([self._at(self._next)])
+        except BaseException:
+            self.close()
+            raise
+        if progress.low is None:
+            self.origin = (self._next - 1, mark)
+
+    def poll(self, limit: int, *, bytes_max: int, timeout: timedelta) -> list[Message]:
+        """The next records; what was fetched beyond `bytes_max` waits here for the next call."""
+        if not self._buffer:
+            self._fetch(limit, timeout.total_seconds())
+        found: list[Message] = []
+        size = 0
+        while self._buffer and len(found) < limit:
+            size += len(self._buffer[0].value() or b"")
+            if found and size > bytes_max:
+                break
+            found.append(self._message(self._buffer.popleft()))
+        return found
+
+    def ack(self, messages: Sequence[Message]) -> None:
+        """Tell the broker how far all is done, for tools that show lag; nobody waits for it."""
+        for message in messages:
+            self._held.pop(message.position[0], None)
+        if messages and self._open:
+            try:
+                self._consumer.commit(offsets=[self._at(next(iter(self._held), self._next))], asynchronous=True)
+            except KafkaException as error:
+                log.debug("%s: offsets were not committed: %s", self._source.shown, error)
+
+    def hold(self, messages: Sequence[Message]) -> Collection[Position]:  # noqa: ARG002 - a log lends nothing
+        """Nothing can be lost: a log is nobody's."""
+        return ()
+
+    def close(self, unfinished: Sequence[Message] = ()) -> None:  # noqa: ARG002 - the next reader begins with them
+        """Let the client go."""
+        if self._open:
+            self._open = False
+            self._consumer.close()
+
+    def _at(self, offset: int) -> TopicPartition:
+        return TopicPartition(self._topic, self._number, offset)
+
+    def _first(self, progress: Progress) -> int:
+        start, end = self._bounds()
+        if progress.low is None:
+            return end if self._source.from_end else start
+        wanted = progress.low[0] + 1
+        if not start <= wanted <= end:
+            raise self._source.gone(
+                f"offset {wanted:,} of partition {self._number} comes next, and the log has {start:,} to {end:,}"
+            )
+        return wanted
+
+    def _bounds(self) -> tuple[int, int]:
+        """The first offset that is there, and the one after the last."""
+        try:
+            bounds = self._consumer.get_watermark_offsets(self._at(0), timeout=ANSWER_SECONDS, cached=False)
+        except KafkaException as error:
+            raise self._source.unavailable(error.args[0]) from error
+        if bounds is None:
+            raise SourceUnavailable(f"{self._source.shown}: no broker answered")
+        return bounds
+
+    def _fetch(self, limit: int, seconds: float) -> None:
+        """Take what is there into the buffer; an error waits until what came before it is handed out."""
+        if self._error is not None:
+            raise self._error
+        self._check()
+        first = self._consumer.poll(seconds)
+        if first is None:
+            return
+        for record in (first, *self._consumer.consume(limit - 1, 0)) if limit > 1 else (first,):
+            error = record.error()
+            if error is None:
+                self._take(record)
+            elif (meaning := self._meaning(error)) is not None:
+                self._error = meaning
+                break
+        if self._error is not None and not self._buffer:
+            raise self._error
+
+    def _take(self, record: Any) -> None:
+        offset = record.offset()
+        if offset < self._next:
+            raise self._source.gone(f"the log of partition {self._number} went back to offset {offset:,}")
+        self._next = offset + 1
+        self._buffer.append(record)
+
+    def _meaning(self, error: KafkaError) -> SourceError | None:
+        """What the error says about this partition; none if it passes by itself."""
+        if error.code() in _GONE:
+            return self._source.gone(f"offset {self._next:,} of partition {self._number} comes next: {error.str()}")
+        if error.code() in _NO_TOPIC or error.code() == _UNKNOWN_TOPIC_ID:
+            return self._source.gone(f"the topic is gone: {error.str()}")
+        passes = error.code() in _PASSING or error.retriable()
+        return None if passes else self._source.unavailable(error)
+
+    def _check(self) -> None:
+        """Ask from time to time whether the cluster is there, and the topic still the same.
+
+        The client itself says neither: it waits for its brokers without a word, and goes on at the same offset of a
+        topic that was made anew. What was handed out of that one bears the mark of the old, so no checkpoint passes.
+        """
+        if clock.monotonic() - self._checked_at > CHECK_SECONDS:
+            self._source.look_for((self._next - 1, self._mark))
+            self._checked_at = clock.monotonic()
+
+    def _message(self, record: Any) -> Message:
+        offset = record.offset()
+        stranger = (
+            uuid5(NAMESPACE_OID, f"oncebox/kafka/{self._topic}/{self._mark}/{self._number}/{offset}"),
+            self._topic,
+        )
+        headers = {name: _text(value) or "" for name, value in record.headers() or ()}
+        event, replays = event_from(
+            headers, record.value() or b"", _text(record.key()), _time(record), stranger=stranger
+        )
+        self._held[offset] = None
+        return Message((offset, self._mark), event, replays)
+
+
+def _text(value: bytes | None) -> str | None:
+    """What a relay wrote is UTF-8; of a stranger's bytes something is shown."""
+    return None if value is None else value.decode(errors="backslashreplace")
+
+
+def _time(record: Any) -> datetime:
+    kind, milliseconds = record.timestamp()
+    return datetime.fromtimestamp(milliseconds / 1000 if kind else 0, UTC)
+
+
+def _committed(error: KafkaError | None, _offsets: object) -> None:
+    if error is not None:
+        log.debug("offsets were not committed: %s", error)

@@ -1,0 +1,210 @@
+"""`outbox+sqlite:///shop.db`, `outbox+postgresql://…`: straight from an outbox, as its consumer, without a broker.
+
+It claims events under a lease, and an acknowledgement is the fenced finalize that makes them PUBLISHED. So no relay
+may run beside it: each event goes to one of the two. The page docs/reference/sources.md has every option.
+"""
+
+import logging
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Self
+from uuid import UUID
+
+from .. import clock
+from ..config import Budget
+from ..errors import InvalidSetting, SourceUnavailable, StoreUnavailable, UnknownStore
+from ..event import Claim, Published, Released, Verdict
+from ..publishers.message import PublisherUrl
+from ..registry import STORE_GROUP, registered
+from ..stores.base import LEASE_RENEWALS, OutboxStore, hidden_password
+from .base import Message, Position, Progress, Source, SourceCapabilities, SourcePartition
+
+log = logging.getLogger(__name__)
+
+SCHEME = "outbox+"
+LEASE_DEFAULT = timedelta(seconds=60)
+LEASE_MIN, LEASE_MAX = timedelta(seconds=1), timedelta(hours=1)
+BUDGET = Budget(default=1_000_000_000)  # who gives an event up is the processor, by its own count (EO-07)
+OPTIONS = ("lease", "partitions", "mode")
+
+
+class OutboxSource(Source):
+    """All events of an outbox, in one partition: a claim takes what is eligible, and cannot choose keys."""
+
+    capabilities = SourceCapabilities(positions=False, shared=True)
+
+    def __init__(self, url: str, consumer: str) -> None:
+        if not url.startswith(SCHEME):
+            raise InvalidSetting(f"{hidden_password(url)}: write {SCHEME} before the URL of the store")
+        store_url, options = _parted(url.removeprefix(SCHEME))
+        partitions = options.number("partitions", 1, least=1, most=1024)
+        mode = options.text("mode", "claim", choices=("claim", "read"))
+        self.lease = options.duration("lease", LEASE_DEFAULT, least=LEASE_MIN, most=LEASE_MAX)
+        options.done()
+        if partitions != 1:
+            raise options.wrong(
+                f"partitions is {partitions}; an outbox has one, for a claim cannot choose keys: to process in "
+                "parallel, let a relay publish to Kafka or Valkey, and read from there"
+            )
+        if mode == "read":
+            raise options.wrong("mode=read is not there yet: read what a relay publishes, from Kafka or Valkey")
+        self.shown = hidden_password(url)
+        self.consumer = consumer
+        self._url = store_url
+        self._lock = threading.Lock()
+        self._store: OutboxStore | None = None
+
+    @classmethod
+    def open(cls, url: str, *, consumer: str) -> Self:
+        """Read the URL; the first question opens the store."""
+        return cls(url, consumer)
+
+    @property
+    def name(self) -> str:
+        """A processor reads one outbox; where it lies is not a part of its name."""
+        return "outbox"
+
+    @property
+    def store(self) -> OutboxStore:
+        """The outbox itself."""
+        with self._lock:
+            if self._store is None:
+                found: type[OutboxStore] = registered(STORE_GROUP, self._url, UnknownStore)
+                self._store = found.open(self._url)
+            return self._store
+
+    def partitions(self) -> int:
+        """Always one."""
+        with self.asking():
+            self.store.control()
+        return 1
+
+    def partition(self, number: int, progress: Progress, *, owner: str) -> "OutboxPartition":  # noqa: ARG002
+        """Claim what is eligible, and at first what a former owner held: its leases end here."""
+        if number != 0:
+            raise InvalidSetting(f"{self.shown}: has one partition, and not a number {number}")
+        with self.asking():
+            return OutboxPartition(self)
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Say in the words of a source that the store does not answer."""
+        try:
+            yield
+        except StoreUnavailable as error:
+            raise SourceUnavailable(f"{self.shown}: {error}") from error
+
+    def close(self) -> None:
+        """Close the store."""
+        with self._lock:
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.shown!r})"
+
+
+class OutboxPartition(SourcePartition):
+    """The claims of one processor on an outbox.
+
+    All owners claim under the processor's name: a partition has one owner, fenced by the state store, so whoever opens
+    it ends the leases of the one before, and that one's acknowledgements are refused.
+    """
+
+    def __init__(self, source: OutboxSource) -> None:
+        self._source = source
+        self._store = source.store
+        self._worker = f"processor/{source.consumer}"
+        self._held: dict[int, Claim] = {}  # by seq: handed out and not acknowledged
+        self._lock = threading.Lock()  # around `_held`, for `hold` comes from another thread
+        self._closed = False
+        self._store.reap(worker=self._worker)
+        self._renewed_at = self._reaped_at = clock.monotonic()
+
+    def poll(self, limit: int, *, bytes_max: int, timeout: timedelta) -> list[Message]:
+        """Claim; if there is nothing, wait for something."""
+        with self._source.asking():
+            self._look_after()
+            claims = self._claim(limit, bytes_max)
+            if not claims and timeout > timedelta(0):
+                self._store.wait(timeout.total_seconds())
+                claims = self._claim(limit, bytes_max)
+        with self._lock:
+            self._held |= {claim.seq: claim for claim in claims}
+        return [Message((claim.seq,), claim.event, claim.replays, claim) for claim in claims]
+
+    def _claim(self, limit: int, bytes_max: int) -> list[Claim]:
+        return self._store.claim(
+            worker=self._worker, limit=limit, lease=self._source.lease, budget=BUDGET, bytes_max=bytes_max
+        )
+
+    def _look_after(self) -> None:
+        """Hold what is unfinished, and free what somebody else's death has left: perhaps no reaper runs here."""
+        now = clock.monotonic()
+        lease = self._source.lease.total_seconds()
+        if now - self._renewed_at > lease / LEASE_RENEWALS:
+            with self._lock:
+                held = list(self._held.values())
+            self._renew(held)
+        if now - self._reaped_at > lease / 2:
+            self._reaped_at = now
+            self._store.reap()
+
+    def ack(self, messages: Sequence[Message]) -> None:
+        """Make them PUBLISHED. A refused one comes again and is skipped then: its effects are committed."""
+        try:
+            refused = self._finalize(messages, Published())
+        except StoreUnavailable as error:
+            log.warning("%s: not acknowledged, will come again: %s", self._source.shown, error)
+            return
+        if refused:
+            log.warning(
+                "%s: %d of %d acknowledgements were refused: their leases were lost, so they come again, and are "
+                "skipped; a longer lease helps against it",
+                *(self._source.shown, len(refused), len(messages)),
+            )
+
+    def _finalize(self, messages: Sequence[Message], verdict: Verdict) -> list[Claim]:
+        with self._lock:
+            for message in messages:
+                self._held.pop(message.position[0], None)
+        return self._store.finalize([(message.receipt, verdict) for message in messages]) if messages else []
+
+    def hold(self, messages: Sequence[Message]) -> Collection[Position]:
+        """Renew their leases; they end at three times their length, whatever happens (LR-051)."""
+        with self._source.asking():
+            lost = self._renew([message.receipt for message in messages])
+        return [message.position for message in messages if message.receipt.token in lost]
+
+    def _renew(self, claims: Sequence[Claim]) -> frozenset[UUID]:
+        self._renewed_at = clock.monotonic()
+        tokens = {claim.token for claim in claims}
+        if not tokens:
+            return frozenset()
+        return self._store.renew(worker=self._worker, tokens=tokens, lease=self._source.lease)
+
+    def close(self, unfinished: Sequence[Message] = ()) -> None:
+        """Release what is unfinished: it is eligible at once."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._finalize(unfinished, Released())
+        except StoreUnavailable as error:
+            log.warning("%s: not released, comes again when its lease ends: %s", self._source.shown, error)
+
+
+def _parted(url: str) -> tuple[str, PublisherUrl]:
+    """The store's URL without our options, and our options."""
+    base, _, query = url.partition("?")
+    given = [option for option in query.split("&") if option]
+    ours = [option for option in given if option.partition("=")[0] in OPTIONS]
+    others = [option for option in given if option not in ours]
+    return _joined(base, others), PublisherUrl(_joined(SCHEME + base, ours))
+
+
+def _joined(base: str, options: Sequence[str]) -> str:
+    return f"{base}?{'&'.join(options)}" if options else base

@@ -1,0 +1,216 @@
+"""What a developer writes: a processor, its handlers, and what they are given."""
+
+import asyncio
+import difflib
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+from ..errors import InvalidSetting
+from ..event import Event
+
+NAME_MAX = 64
+RETRIES_MAX = 1_000
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+class Permanent(Exception):
+    """Raise it, or a subclass, in a handler when no retry can help: the event goes to the dead letters at once."""
+
+
+class State(Protocol):
+    """What a handler remembers from one event to the next: a map from text to bytes, or to what JSON can say.
+
+    It is that of the partition which the event came in, so keys are seen by all events of that partition and by no
+    others: a key that is the event's ordering key is always the right one.
+    """
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key, as this handler would see it after what it has put so far."""
+
+    def put(self, key: str, value: Any, *, ttl: timedelta | None = None) -> None:
+        """Set a value; with `ttl`, it is gone after that time."""
+
+    def delete(self, key: str) -> None:
+        """Remove a key, if it is there."""
+
+    def add(self, key: str, number: int = 1) -> int:
+        """Add to a counter that begins at 0; its new value."""
+
+    def scan(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
+        """The keys that begin so, and their values, in the order of the keys' bytes."""
+
+
+class Context(Protocol):
+    """What a handler may do. All of it is committed together with the checkpoint, or none of it (EO-04)."""
+
+    state: State
+
+    @property
+    def replay(self) -> int:
+        """How often an operator has sent this event again."""
+
+    @property
+    def attempt(self) -> int:
+        """1 at first; how often this event has been tried."""
+
+    def emit(
+        self,
+        event_type: str,
+        payload: Any = b"",
+        *,
+        key: str | None = None,
+        partition_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        content_type: str | None = None,
+        delay: timedelta | None = None,
+    ) -> None:
+        """Write an event to the outbox, exactly once: its id comes from this processor, the event and its replay."""
+
+
+Handler = Callable[[Event, Context], Awaitable[None] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of one partition's work."""
+
+    batch_max: int = 1_000  # events in one transaction
+    batch_bytes_max: int = 16 * 1024 * 1024
+    waiting_max: int = 10_000  # events held back by a failed one, or finished above one
+    cache_max: int = 100_000  # state values kept in memory
+
+    def __post_init__(self) -> None:
+        for name in ("batch_max", "batch_bytes_max", "waiting_max", "cache_max"):
+            if getattr(self, name) < 1:
+                raise InvalidSetting(f"{name} is {getattr(self, name)}; give 1 or more")
+
+
+@dataclass(slots=True)
+class Processor:
+    """Handlers by event type, under a name that its state is kept by.
+
+        app = Processor("totals")
+
+        @app.on("order.created")
+        def total(event, ctx):
+            ctx.state.add(event.ordering_key, event.json()["amount"])
+
+    `max_retries` 3 means one run and three retries (EO-07), after `retry_delay`, doubling up to `retry_delay_max`.
+    `inbox` is how long a duplicate is known as one.
+    """
+
+    name: str
+    max_retries: int = 3
+    retry_delay: timedelta = timedelta(milliseconds=100)
+    retry_delay_max: timedelta = timedelta(seconds=30)
+    inbox: timedelta = timedelta(days=7)
+    limits: Limits = field(default_factory=Limits)
+    _handlers: dict[str, Handler] = field(default_factory=dict, init=False, repr=False)
+    _default: Handler | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.name) > NAME_MAX or not _NAME.fullmatch(self.name):
+            raise InvalidSetting(
+                f"a processor named {self.name!r}: give 1 to {NAME_MAX} letters, digits, dots, dashes, underscores"
+            )
+        if not 0 <= self.max_retries <= RETRIES_MAX:
+            raise InvalidSetting(f"max_retries is {self.max_retries}; give 0 to {RETRIES_MAX}")
+        if not timedelta(0) < self.retry_delay <= self.retry_delay_max:
+            raise InvalidSetting(
+                f"retry_delay ({self.retry_delay}) must be above 0 and at most retry_delay_max ({self.retry_delay_max})"
+            )
+        if self.inbox <= timedelta(0):
+            raise InvalidSetting(f"inbox is {self.inbox}; give a time above 0")
+
+    def on(self, *event_types: str) -> Callable[[Handler], Handler]:
+        """Handle events of these types, each by one handler only."""
+
+        def register(handler: Handler) -> Handler:
+            for event_type in event_types:
+                if event_type in self._handlers:
+                    raise InvalidSetting(f"{self.name} has a handler for {event_type!r} already")
+                self._handlers[event_type] = checked(handler)
+            return handler
+
+        if not event_types:
+            raise InvalidSetting("name the event types: @app.on('order.created')")
+        return register
+
+    def default(self, handler: Handler) -> Handler:
+        """Handle every event whose type has no handler; without one they are skipped, and counted."""
+        if self._default is not None:
+            raise InvalidSetting(f"{self.name} has a default handler already")
+        self._default = checked(handler)
+        return handler
+
+    def handler(self, event_type: str) -> Handler | None:
+        """Who handles this type, if anybody does."""
+        return self._handlers.get(event_type, self._default)
+
+    def backoff(self, failures: int) -> timedelta:
+        """How long to wait after so many failures."""
+        return min(self.retry_delay_max, self.retry_delay * (1 << min(failures - 1, 32)))
+
+
+def checked(handler: Handler) -> Handler:
+    """Refuse what cannot take an event and a context."""
+    try:
+        inspect.signature(handler).bind(None, None)
+    except TypeError:
+        name = getattr(handler, "__name__", repr(handler))
+        raise InvalidSetting(f"the handler {name} takes other arguments; write def {name}(event, ctx)") from None
+    return handler
+
+
+def load(path: str) -> Processor:
+    """The processor that `module:name` names."""
+    from importlib import import_module
+
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise InvalidSetting(f"{path!r} names no processor; write module:name, like shop:app")
+    try:
+        loaded = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise InvalidSetting(
+            f"there is no module {error.name!r} here: run it from its folder, install it, or on a cluster give it to "
+            "Spark with --py-files"
+        ) from error
+    found = getattr(loaded, name, None)
+    if not isinstance(found, Processor):
+        near = difflib.get_close_matches(
+            name, [each for each, one in vars(loaded).items() if isinstance(one, Processor)]
+        )
+        hint = f"; did you mean {module}:{near[0]}?" if near else ""
+        raise InvalidSetting(f"{path!r} is no Processor{hint}")
+    return found
+
+
+class Runner:
+    """Calls handlers, plain or async; the async ones one after the other, on a loop of their own."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.Runner | None = None
+
+    def call(self, handler: Handler, event: Event, context: Context) -> None:
+        """Run it to its end."""
+        result = handler(event, context)
+        if inspect.isawaitable(result):
+            self._loop = self._loop or asyncio.Runner()
+            self._loop.run(_awaited(result))
+
+    def close(self) -> None:
+        """End the loop, if there was one."""
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+
+
+async def _awaited(result: Awaitable[None]) -> None:
+    await result

@@ -1,0 +1,438 @@
+"""The atomic commit protocol, for one partition.
+
+1. Take messages; leave out what a former life already did (checkpoint, inbox).
+2. Commit a marker: these events have started.      A crash after it: they are run again, one by one.
+3. Run the handlers; their writes stay in memory.   A crash: nothing of it has happened.
+4. One change: state, checkpoint, inbox, retry counts, dead letters, emitted events, and the marker is cleared.
+5. COMMIT.                                          A crash before: nothing has happened; after: all of it has.
+6. Acknowledge.                                     A crash before it: redelivered, and left out by step 1 (EO-05).
+7. Forward what was emitted, then remove it.        A crash between: forwarded again, and known by its id.
+"""
+
+import logging
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+from .. import clock
+from ..errors import DuplicateEvent, InvalidSetting
+from ..event import NewEvent
+from ..sources.base import Message, SourcePartition
+from ..states.base import Space, StatePartition, Write
+from ..stores.base import OutboxStore, Query
+from . import records
+from .app import Permanent, Processor, Runner, State
+from .memory import Entry, Memory, Overlay, key_bytes, writes
+from .progress import Tracker
+
+log = logging.getLogger(__name__)
+
+POLL = timedelta(milliseconds=100)
+FORWARD_MAX = 1_000
+DIED = "the process died while this event was handled, alone"
+AtStep = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Tried:
+    """A message that was delivered and is not finished."""
+
+    message: Message
+    identity: bytes
+    failures: int = 0
+    due: float = 0.0
+    twins: list[Message] = field(default_factory=list)  # the same event at other positions
+
+    @property
+    def messages(self) -> list[Message]:
+        """All that is done when this is."""
+        return [self.message, *self.twins]
+
+
+@dataclass(slots=True)
+class Change:
+    """Everything that one commit writes."""
+
+    state: dict[bytes, Entry] = field(default_factory=dict)
+    emitted: list[NewEvent] = field(default_factory=list)
+    finished: list[Tried] = field(default_factory=list)
+    failed: list[tuple[Tried, str]] = field(default_factory=list)
+    letters: list[records.DeadLetter] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one turn of the loop did."""
+
+    handled: int = 0  # events whose handlers ran, or that nobody handles
+    skipped: int = 0  # known already: duplicates, redelivered ones
+    failed: int = 0
+    dead: int = 0
+    unhandled: int = 0  # of a type that nobody handles
+
+    @property
+    def idle(self) -> bool:
+        """Whether there was nothing to do."""
+        return not (self.handled or self.skipped or self.failed or self.dead)
+
+
+class _Context:
+    """What one handler is given for one event; see `app.Context`."""
+
+    def __init__(self, engine: "Engine", tried: Tried, state: Overlay) -> None:
+        self._engine = engine
+        self._tried = tried
+        self.state: State = state
+        self.emitted: list[NewEvent] = []
+
+    @property
+    def replay(self) -> int:
+        """See `Context.replay`."""
+        return self._tried.message.replays
+
+    @property
+    def attempt(self) -> int:
+        """See `Context.attempt`."""
+        return self._tried.failures + 1
+
+    def emit(
+        self,
+        event_type: str,
+        payload: Any = b"",
+        *,
+        key: str | None = None,
+        partition_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        content_type: str | None = None,
+        delay: timedelta | None = None,
+    ) -> None:
+        """See `Context.emit`."""
+        self._engine.check_emits()
+        body, kind = self._engine.encode(payload)
+        self.emitted.append(
+            NewEvent(
+                event_id=records.emitted_id(self._engine.name, self._tried.message, len(self.emitted)),
+                event_type=event_type,
+                payload=body,
+                content_type=content_type or kind,
+                ordering_key=key,
+                partition_key=partition_key,
+                headers=dict(headers or {}),
+                delay=delay,
+            )
+        )
+
+
+class NoOutbox(InvalidSetting):
+    """A handler emits, and nobody said where to: the processor stops, and no event is blamed for it."""
+
+
+class Engine:
+    """Runs a processor over one partition of a source, with its state in one partition of a state store.
+
+    After an exception it is of no more use: what was committed is known to the state store alone. Make a new one.
+    """
+
+    def __init__(
+        self,
+        app: Processor,
+        source: SourcePartition,
+        state: StatePartition,
+        *,
+        source_name: str,
+        log_source: bool,
+        encode: Callable[[Any], tuple[bytes, str]],
+        outbox: OutboxStore | None = None,
+        at: AtStep = lambda _: None,
+    ) -> None:
+        self._app = app
+        self._source = source
+        self._state = state
+        self._source_name = source_name
+        self._log_source = log_source
+        self._outbox = outbox
+        self._at = at
+        self.encode = encode
+        self._memory = Memory(state, app.limits.cache_max)
+        self._runner = Runner()
+        self._checkpoint = source_name.encode()
+        found = state.get(Space.CHECKPOINTS, [self._checkpoint, records.STARTED, records.SUSPECTS])
+        self._tracker = Tracker(records.progress_from(found.get(self._checkpoint)))
+        self._waiting: dict[bytes, Tried] = {}  # by identity, in the order of their positions
+        self._suspects = self._recover(found)
+        self._next_outgoing = self._first_free()
+
+    @property
+    def name(self) -> str:
+        """The processor's name."""
+        return self._app.name
+
+    def close(self) -> None:
+        """Give back what is unfinished."""
+        self._runner.close()
+        self._source.close([message for tried in self._waiting.values() for message in tried.messages])
+
+    # --- what a former life left ------------------------------------------------------------------------------------
+
+    def _recover(self, found: Mapping[bytes, bytes]) -> set[bytes]:
+        """A batch that has started and not ended is run again one by one; an event that was alone is to blame."""
+        started = records.identities_from(found.get(records.STARTED))
+        suspects = set(records.identities_from(found.get(records.SUSPECTS)))
+        if not started:
+            return suspects
+        changes = [Write(Space.CHECKPOINTS, records.STARTED, None)]
+        if len(started) == 1:
+            failures = self._failures(started)[started[0]] + 1
+            changes.append(Write(Space.RETRIES, started[0], retry_bytes(failures, DIED)))
+            log.error("%s: %s", self.name, DIED)
+        suspects |= set(started)
+        changes.append(Write(Space.CHECKPOINTS, records.SUSPECTS, records.identities_bytes(suspects)))
+        self._state.commit(changes)
+        return suspects
+
+    def _failures(self, identities: Sequence[bytes]) -> dict[bytes, int]:
+        found = self._state.get(Space.RETRIES, identities)
+        return {one: failures_of(found.get(one)) for one in identities}
+
+    def _first_free(self) -> int:
+        last = 0
+        after: bytes | None = None
+        while page := self._state.scan(Space.OUTGOING, after=after):
+            after = page[-1][0]
+            last = int.from_bytes(after)
+        return last + 1
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def step(self, *, wait: timedelta = POLL) -> Round:
+        """One turn: a batch from the source and what is due again, to its end."""
+        skipped = self._take(wait)  # 1
+        batch = self._batch()
+        if not batch:
+            self._forward()
+            return Round(skipped=skipped)
+        self._at("taken")
+        self._mark(batch)  # 2
+        self._at("marked")
+        change, unhandled = self._handle(batch)  # 3
+        self._at("handled")
+        self._commit(change)  # 4, 5
+        self._at("committed")
+        self._source.ack([message for tried in change.finished for message in tried.messages])  # 6
+        self._at("acknowledged")
+        self._forward()  # 7
+        return Round(
+            handled=len(change.finished) - len(change.letters),
+            skipped=skipped,
+            failed=len(change.failed),
+            dead=len(change.letters),
+            unhandled=unhandled,
+        )
+
+    @property
+    def waiting(self) -> int:
+        """How many events are delivered and unfinished."""
+        return len(self._waiting)
+
+    # --- 1 ----------------------------------------------------------------------------------------------------------
+
+    def _take(self, wait: timedelta) -> int:
+        """New messages, if there is room for them; those that are done already are acknowledged again."""
+        limits = self._app.limits
+        if max(self._tracker.held, len(self._waiting)) >= limits.waiting_max:
+            return 0
+        pause = timedelta(0) if self._due() else wait
+        messages = self._source.poll(limits.batch_max, bytes_max=limits.batch_bytes_max, timeout=pause)
+        identities = [records.identity(message) for message in messages]
+        known = self._state.get(Space.INBOX, identities) if messages else {}
+        failures = self._failures(identities) if messages else {}
+        done: list[Message] = []
+        for message, identity in zip(messages, identities, strict=True):
+            covered = self._log_source and self._tracker.covers(message.position)
+            self._tracker.delivered(message.position)
+            if covered or identity in known:
+                self._tracker.finished(message.position)
+                done.append(message)
+            elif identity in self._waiting:  # a duplicate of one that is not finished: done when that one is
+                self._waiting[identity].twins.append(message)
+            else:
+                self._waiting[identity] = Tried(message, identity, failures[identity])
+        self._source.ack(done)
+        return len(done)
+
+    def _due(self) -> list[Tried]:
+        """What may run now: of each key the oldest unfinished event first, and nothing behind one that waits."""
+        now = clock.monotonic()
+        held: set[str] = set()
+        ready: list[Tried] = []
+        for tried in self._waiting.values():
+            key = tried.message.event.ordering_key
+            if key is not None and key in held:
+                continue
+            if tried.due > now:
+                if key is not None:
+                    held.add(key)
+                continue
+            ready.append(tried)
+        return ready
+
+    def _batch(self) -> list[Tried]:
+        """What has failed before, or is suspect, runs alone when it comes first; all others together."""
+        batch: list[Tried] = []
+        held: set[str | None] = set()
+        for tried in self._due()[: self._app.limits.batch_max]:
+            key = tried.message.event.ordering_key
+            if key is not None and key in held:
+                continue
+            if not (tried.failures or tried.identity in self._suspects):
+                batch.append(tried)
+            elif not batch:
+                return [tried]
+            else:
+                held.add(key)
+        return batch
+
+    # --- 2 ----------------------------------------------------------------------------------------------------------
+
+    def _mark(self, batch: Sequence[Tried]) -> None:
+        marker = records.identities_bytes(tried.identity for tried in batch)
+        self._state.commit([Write(Space.CHECKPOINTS, records.STARTED, marker)])
+
+    # --- 3 ----------------------------------------------------------------------------------------------------------
+
+    def _handle(self, batch: Sequence[Tried]) -> tuple[Change, int]:
+        change = Change()
+        unhandled = 0
+        stopped: set[str] = set()
+        keys = {tried.message.event.ordering_key for tried in batch} - {None}
+        self._memory.prefetch([key_bytes(key) for key in keys if key is not None])
+        for tried in batch:
+            key = tried.message.event.ordering_key
+            if key is not None and key in stopped:
+                continue
+            handler = self._app.handler(tried.message.event.event_type)
+            if tried.failures > self._app.max_retries:  # it killed its process once too often to be run again
+                change.letters.append(self._letter(tried, tried.failures, DIED, ""))
+                change.finished.append(tried)
+            elif handler is None:
+                unhandled += 1
+                change.finished.append(tried)
+            elif not self._run(handler, tried, change) and key is not None:
+                stopped.add(key)
+        return change, unhandled
+
+    def _run(self, handler: Any, tried: Tried, change: Change) -> bool:
+        """Whether the key may go on: the handler ended well, or its event is given up."""
+        overlay = Overlay(self._memory, change.state)
+        context = _Context(self, tried, overlay)
+        try:
+            self._runner.call(handler, tried.message.event, context)
+        except NoOutbox:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is this event's failure
+            return self._note(tried, error, change)
+        change.state |= overlay.changes
+        change.emitted += context.emitted
+        change.finished.append(tried)
+        return True
+
+    def _note(self, tried: Tried, error: Exception, change: Change) -> bool:
+        """Count a failure; past `max_retries`, or when no retry helps, the event is given up (EO-07)."""
+        failures = tried.failures + 1
+        told = f"{type(error).__name__}: {error}"[: records.ERROR_MAX]
+        if isinstance(error, Permanent) or failures > self._app.max_retries:
+            trace = "".join(traceback.format_exception(error))[-records.TRACEBACK_MAX :]
+            change.letters.append(self._letter(tried, failures, told, trace))
+            change.finished.append(tried)
+            return True
+        change.failed.append((tried, told))
+        return False
+
+    def _letter(self, tried: Tried, failures: int, error: str, trace: str) -> records.DeadLetter:
+        log.error("%s gives up %s after %d failures: %s", self.name, tried.message.event.event_id, failures, error)
+        return records.DeadLetter(
+            event=tried.message.event,
+            replays=tried.message.replays,
+            failures=failures,
+            error=error,
+            traceback=trace,
+            died_at=clock.now(),
+            source=self._source_name,
+            position=tried.message.position,
+        )
+
+    def check_emits(self) -> None:
+        """Refuse to emit when there is no outbox to emit to."""
+        if self._outbox is None:
+            raise NoOutbox(f"{self.name} emits events, and no outbox was named: give --emit URL")
+
+    # --- 4, 5 -------------------------------------------------------------------------------------------------------
+
+    def _commit(self, change: Change) -> None:
+        for tried in change.finished:
+            for message in tried.messages:
+                self._tracker.finished(message.position)
+        suspects = self._suspects - {tried.identity for tried in change.finished}
+        self._state.commit([*self._records(change, suspects), *writes(change.state)])
+        self._memory.committed(change.state)
+        self._suspects = suspects
+        self._next_outgoing += len(change.emitted)
+        for tried in change.finished:
+            del self._waiting[tried.identity]
+        for tried, _ in change.failed:
+            tried.failures += 1
+            tried.due = clock.monotonic() + self._app.backoff(tried.failures).total_seconds()
+
+    def _records(self, change: Change, suspects: set[bytes]) -> list[Write]:
+        expires_at = clock.now() + self._app.inbox
+        found = [
+            Write(Space.CHECKPOINTS, self._checkpoint, records.progress_bytes(self._tracker.progress)),
+            Write(Space.CHECKPOINTS, records.STARTED, None),
+        ]
+        if suspects != self._suspects:
+            found.append(Write(Space.CHECKPOINTS, records.SUSPECTS, records.identities_bytes(suspects) or None))
+        found += [Write(Space.INBOX, tried.identity, b"", expires_at) for tried in change.finished]
+        found += [Write(Space.RETRIES, tried.identity, None) for tried in change.finished if tried.failures]
+        found += [
+            Write(Space.RETRIES, tried.identity, retry_bytes(tried.failures + 1, told)) for tried, told in change.failed
+        ]
+        found += [
+            Write(Space.DEAD_LETTERS, letter.identity, records.dead_letter_bytes(letter)) for letter in change.letters
+        ]
+        found += [
+            Write(Space.OUTGOING, records.outgoing_key(self._next_outgoing + place), records.outgoing_bytes(event))
+            for place, event in enumerate(change.emitted)
+        ]
+        return found
+
+    # --- 7 ----------------------------------------------------------------------------------------------------------
+
+    def _forward(self) -> None:
+        """Hand emitted events to the outbox, oldest first; what is there already was handed over before a crash."""
+        while self._outbox is not None and (page := self._state.scan(Space.OUTGOING, limit=FORWARD_MAX)):
+            append_once(self._outbox, [records.outgoing_from(value) for _, value in page])
+            self._at("forwarded")
+            self._state.commit([Write(Space.OUTGOING, key, None) for key, _ in page])
+
+
+def append_once(outbox: OutboxStore, events: Sequence[NewEvent]) -> None:
+    """Append those that the outbox does not have yet."""
+    try:
+        outbox.append(events)
+    except DuplicateEvent:
+        ids = [event.event_id for event in events]
+        there: set[UUID] = {one.event.event_id for one in outbox.find(Query(event_ids=ids), limit=len(ids))}
+        outbox.append([event for event in events if event.event_id not in there])
+
+
+def retry_bytes(failures: int, error: str) -> bytes:
+    """How often an event has failed, and how last."""
+    return f"{failures} {error}".encode(errors="backslashreplace")
+
+
+def failures_of(value: bytes | None) -> int:
+    """The count in it."""
+    return int(value.partition(b" ")[0]) if value else 0

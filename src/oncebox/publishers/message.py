@@ -8,7 +8,7 @@ import functools
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 from uuid import UUID
@@ -98,6 +98,14 @@ def _content_type(own: dict[str, str]) -> str:
     if spelt == [CONTENT_TYPE]:
         return own.pop(CONTENT_TYPE)
     return own[spelt[0]] if spelt else BYTES_TYPE
+
+
+def time_from(milliseconds: int) -> datetime:
+    """The time that a broker has written beside an event; 1970 where a stranger wrote what no calendar has."""
+    try:
+        return datetime.fromtimestamp(milliseconds / 1000, UTC)
+    except (ValueError, OverflowError, OSError):
+        return datetime.fromtimestamp(0, UTC)
 
 
 def uuid_from(text: str | None) -> UUID | None:

@@ -341,10 +341,18 @@ def event_from(entry: Mapping[bytes, bytes], created_at: datetime, *, stranger: 
         payload, content_type = _strange(entry)
         return Event(stranger[0], stranger[1], payload, created_at, content_type, key), 0
     content_type = _text(entry.get(b"content_type")) or BYTES_TYPE
-    own: dict[str, str] = json.loads(entry.get(b"headers", b"{}"))
-    event_type = entry[b"event_type"].decode()
+    event_type, own = _text(entry[b"event_type"]) or stranger[1], _own(entry.get(b"headers"))
     event = Event(event_id, event_type, entry[b"payload"], created_at, content_type, key, None, own)
     return event, replays_from(_text(entry.get(b"replay")))
+
+
+def _own(text: bytes | None) -> dict[str, str]:
+    """The event's own headers; none where somebody else wrote something else."""
+    try:
+        found = json.loads(text or b"{}")
+    except ValueError:
+        return {}
+    return {name: str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
 
 def _strange(entry: Mapping[bytes, bytes]) -> tuple[bytes, str]:

@@ -9,7 +9,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple, Self
 from uuid import NAMESPACE_OID, uuid5
 
@@ -19,7 +19,7 @@ from confluent_kafka.admin import AdminClient
 from .. import clock
 from ..errors import PositionGone, SourceError, SourceUnavailable
 from ..publishers.kafka_client import ClientLog, client_settings, hidden, own_settings
-from ..publishers.message import PublisherUrl, event_from
+from ..publishers.message import PublisherUrl, event_from, time_from
 from .base import Message, Position, Progress, Source, SourceCapabilities, SourcePartition
 
 log = logging.getLogger(__name__)
@@ -299,7 +299,7 @@ def _text(value: bytes | None) -> str | None:
 
 def _time(record: Any) -> datetime:
     kind, milliseconds = record.timestamp()
-    return datetime.fromtimestamp(milliseconds / 1000 if kind else 0, UTC)
+    return time_from(milliseconds if kind else 0)
 
 
 def _committed(error: KafkaError | None, _offsets: object) -> None:

@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 from uuid import NAMESPACE_OID, uuid5
@@ -21,7 +21,7 @@ from redis.retry import Retry
 
 from .. import clock
 from ..errors import PositionGone, SourceError, SourceUnavailable
-from ..publishers.message import PublisherUrl
+from ..publishers.message import PublisherUrl, time_from
 from ..publishers.valkey import PARTITIONS_MAX, event_from, stream_of
 from ..publishers.valkey_wire import connection_settings
 from .base import Message, Position, Progress, Source, SourceCapabilities, SourcePartition
@@ -272,7 +272,7 @@ class ValkeyPartition(SourcePartition):
     def _message(self, entry: bytes, fields: dict[bytes, bytes]) -> Message:
         position = _position(entry)
         stranger = (uuid5(NAMESPACE_OID, f"oncebox/valkey/{self._stream}/{entry.decode()}"), self._stream)
-        event, replays = event_from(fields, datetime.fromtimestamp(position[0] / 1000, UTC), stranger=stranger)
+        event, replays = event_from(fields, time_from(position[0]), stranger=stranger)
         self._held[position] = None
         return Message(position, event, replays)
 

@@ -1,0 +1,168 @@
+"""What only a Kafka source has: holes, strangers, topics made anew, and offsets for tools that show lag."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from confluent_kafka import Consumer, Producer, TopicPartition
+
+from oncebox.errors import InvalidSetting, PositionGone, SourceUnavailable
+from oncebox.publishers.kafka import KafkaPublisher
+from oncebox.sources.base import Message, Progress, SourcePartition
+from oncebox.sources.kafka import KafkaSource
+from oncebox.testing.kafka import Kafka
+from oncebox.testing.publishing import given
+from oncebox.wiring import open_source
+
+MOMENT = timedelta(milliseconds=300)
+
+
+@pytest.fixture
+def topic(kafka: Kafka) -> str:
+    return kafka.create_topic()
+
+
+@pytest.fixture
+def source(kafka: Kafka, topic: str) -> Iterator[KafkaSource]:
+    source = KafkaSource.open(f"{kafka.url}&topic={topic}", consumer="totals")
+    yield source
+    source.close()
+
+
+def write(kafka: Kafka, topic: str, first: int, last: int) -> None:
+    publisher = KafkaPublisher.open(f"{kafka.url}&destination={topic}")
+    given.publish(publisher, [given.claimed("order.created", b"%d" % number) for number in range(first, last)])
+    publisher.close()
+
+
+def read(part: SourcePartition, count: int) -> list[Message]:
+    found: list[Message] = []
+
+    def enough() -> bool:
+        found.extend(part.poll(1_000, bytes_max=1 << 20, timeout=MOMENT))
+        return len(found) >= count
+
+    given.patiently(enough)
+    return found
+
+
+def payloads(messages: list[Message]) -> list[bytes]:
+    return [message.event.payload for message in messages]
+
+
+def test_aborted_transactions_are_holes_and_never_events(kafka: Kafka, topic: str, source: KafkaSource) -> None:
+    producer = Producer({**kafka.client, "transactional.id": f"kit-{topic}"})
+    producer.init_transactions()
+    for number in range(9):
+        producer.begin_transaction()
+        producer.produce(topic, b"%d" % number)
+        producer.flush()
+        if number % 3 == 1:
+            producer.abort_transaction()
+        else:
+            producer.commit_transaction()
+    part = source.partition(0, Progress(), owner="one")
+    found = read(part, 6)
+    assert payloads(found) == [b"0", b"2", b"3", b"5", b"6", b"8"]
+    part.close()
+    rest = source.partition(0, Progress(found[2].position), owner="two")
+    assert payloads(read(rest, 3)) == [b"5", b"6", b"8"]
+    rest.close()
+
+
+def test_a_strangers_record_is_an_event_with_the_same_id_each_time(
+    kafka: Kafka, topic: str, source: KafkaSource
+) -> None:
+    producer = Producer(kafka.client)
+    producer.produce(topic, b"plain", b"\xffkey", headers=[("a", b"\xfe"), ("none", None)])
+    producer.produce(topic, None, b"gone")
+    producer.flush()
+    twice = []
+    for owner in ("one", "two"):
+        part = source.partition(0, Progress(), owner=owner)
+        twice.append(read(part, 2))
+        part.close()
+    assert twice[0] == twice[1]
+    first, second = twice[0]
+    assert first.event.event_type == topic
+    assert first.event.event_id != second.event.event_id
+    assert (first.event.payload, second.event.payload) == (b"plain", b"")
+    assert second.event.ordering_key == "gone"
+    assert set(first.event.headers) == {"a", "none"}
+
+
+def test_a_topic_that_is_made_anew_stops_its_reader_and_the_next(kafka: Kafka, topic: str, source: KafkaSource) -> None:
+    """The new one is longer than the old: by the offset alone nobody would see it."""
+    write(kafka, topic, 0, 10)
+    part = source.partition(0, Progress(), owner="one")
+    found = read(part, 10)
+    kafka.delete_topic(topic)
+    kafka.create_topic(topic)
+    write(kafka, topic, 0, 50)
+    with pytest.raises(PositionGone, match="skip events"):
+        given.patiently(lambda: part.poll(1, bytes_max=1, timeout=MOMENT) is None)
+    part.close()
+    with pytest.raises(PositionGone, match="another topic"):
+        source.partition(0, Progress(found[-1].position), owner="two")
+
+
+def test_a_topic_that_is_gone_is_told_by_whether_anything_was_read(
+    kafka: Kafka, topic: str, source: KafkaSource
+) -> None:
+    write(kafka, topic, 0, 1)
+    part = source.partition(0, Progress(), owner="one")
+    found = read(part, 1)
+    part.close()
+    kafka.delete_topic(topic)
+    with pytest.raises(PositionGone):
+        source.partition(0, Progress(found[0].position), owner="two")
+    with pytest.raises(SourceUnavailable, match="create it first"):
+        source.partition(0, Progress(), owner="two")
+
+
+def test_an_offset_that_the_log_has_not_reached_is_gone(kafka: Kafka, topic: str, source: KafkaSource) -> None:
+    write(kafka, topic, 0, 3)
+    mark = source.look().mark
+    with pytest.raises(PositionGone, match="the log has 0 to 3"):
+        source.partition(0, Progress((7, mark)), owner="one")
+
+
+def test_a_start_at_the_end_is_an_origin_to_keep(kafka: Kafka, topic: str) -> None:
+    write(kafka, topic, 0, 5)
+    source = open_source(f"{kafka.url}&topic={topic}&start=latest", consumer="totals")
+    part = source.partition(0, Progress(), owner="one")
+    write(kafka, topic, 5, 8)
+    assert payloads(read(part, 3)) == [b"5", b"6", b"7"]
+    assert part.origin is not None
+    part.close()
+    again = source.partition(0, Progress(part.origin), owner="two")
+    assert payloads(read(again, 3)) == [b"5", b"6", b"7"]
+    again.close()
+    source.close()
+
+
+def test_the_brokers_offset_stays_below_what_is_unfinished(kafka: Kafka, topic: str, source: KafkaSource) -> None:
+    write(kafka, topic, 0, 10)
+    part = source.partition(0, Progress(), owner="one")
+    found = read(part, 10)
+    part.ack([*found[:4], *found[5:]])
+    part.close()
+    group = Consumer({**kafka.client, "group.id": "totals"})
+    given.patiently(lambda: group.committed([TopicPartition(topic, 0)], timeout=10)[0].offset == 4)
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("kafka://host", "topic=orders"),
+        ("kafka://?topic=a", "names no brokers"),
+        ("kafka://host?topic=a&start=middle", "earliest, latest"),
+        ("kafka://host?topic=a&group.id=b", "the source's promises"),
+        ("kafka://host?topic=a&auto.offset.reset=earliest", "the source's promises"),
+        ("kafka://host?topic=a&no.such.setting=1", "no.such.setting"),
+    ],
+)
+def test_a_url_that_cannot_be_meant_is_refused(url: str, told: str) -> None:
+    with pytest.raises(InvalidSetting, match=told):
+        KafkaSource.open(url, consumer="totals")

@@ -1,0 +1,119 @@
+"""What only the outbox as a source has: leases, and what is refused when one is lost."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from oncebox import clock
+from oncebox.errors import InvalidSetting, UnknownSource
+from oncebox.event import NewEvent, State
+from oncebox.sources.base import Progress
+from oncebox.sources.outbox import OutboxSource
+from oncebox.stores.base import OutboxStore, Query
+from oncebox.wiring import open_source, open_store
+
+MOMENT = timedelta(milliseconds=100)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/a%20b.db"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[OutboxStore]:
+    store = open_store(url, check_schema=False)
+    store.migrate()
+    store.append([NewEvent(event_id=clock.uuid7(), event_type="a", payload=b"%d" % n) for n in range(10)])
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def source(store: OutboxStore, url: str) -> Iterator[OutboxSource]:
+    source = OutboxSource.open(f"outbox+{url}?busy_timeout=5s&lease=1s", consumer="totals")
+    yield source
+    source.close()
+
+
+def counts(store: OutboxStore) -> dict[State, int]:
+    return {state: count for state in State if (count := store.count(Query(states=[state])))}
+
+
+def test_an_acknowledgement_publishes_and_closing_releases(store: OutboxStore, source: OutboxSource) -> None:
+    part = source.partition(0, Progress(), owner="one")
+    found = part.poll(6, bytes_max=1 << 20, timeout=MOMENT)
+    assert counts(store) == {State.CLAIMED: 6, State.PENDING: 4}
+    part.ack(found[:4])
+    part.close(found[4:])
+    assert counts(store) == {State.PUBLISHED: 4, State.PENDING: 6}
+
+
+def test_the_acknowledgement_of_a_former_owner_is_refused_and_told(
+    store: OutboxStore, source: OutboxSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    zombie = source.partition(0, Progress(), owner="one")
+    held = zombie.poll(10, bytes_max=1 << 20, timeout=MOMENT)
+    source.partition(0, Progress(), owner="two")
+    assert sorted(zombie.hold(held)) == sorted(message.position for message in held)
+    zombie.ack(held)
+    assert counts(store) == {State.PENDING: 10}
+    assert "10 of 10 acknowledgements were refused" in caplog.text
+
+
+def test_polling_holds_what_is_unfinished_beyond_its_lease(store: OutboxStore, source: OutboxSource) -> None:
+    part = source.partition(0, Progress(), owner="one")
+    found = part.poll(10, bytes_max=1 << 20, timeout=MOMENT)
+    first = [record.locked_until for record in store.find()]
+    until = clock.monotonic() + 1.5
+    while clock.monotonic() < until:
+        assert part.poll(10, bytes_max=1 << 20, timeout=MOMENT) == []
+        store.reap()
+    assert [record.locked_until for record in store.find()] > first
+    part.ack(found)
+    assert counts(store) == {State.PUBLISHED: 10}
+
+
+def test_a_dead_relays_claims_come_without_a_reaper(store: OutboxStore, source: OutboxSource) -> None:
+    store.claim(worker="dead", limit=10, lease=timedelta(milliseconds=1))
+    part = source.partition(0, Progress(), owner="one")
+    seen = 0
+    while seen < 10:
+        found = part.poll(10, bytes_max=1 << 20, timeout=MOMENT)
+        part.ack(found)
+        seen += len(found)
+    assert counts(store) == {State.PUBLISHED: 10}
+
+
+def test_replays_are_counted(store: OutboxStore, source: OutboxSource) -> None:
+    part = source.partition(0, Progress(), owner="one")
+    part.ack(part.poll(10, bytes_max=1 << 20, timeout=MOMENT))
+    audit_id = store.begin_audit(who="op", action="replay", why=None, what={})
+    store.replay(Query(), limit=1, after=0, audit_id=audit_id)
+    assert [message.replays for message in part.poll(10, bytes_max=1 << 20, timeout=MOMENT)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("partitions=4", "an outbox has one"),
+        ("mode=read", "mode=read is not there yet"),
+        ("mode=steal", "one of claim, read"),
+        ("lease=1ms", "lease"),
+    ],
+)
+def test_a_url_that_cannot_be_meant_is_refused(url: str, options: str, told: str) -> None:
+    with pytest.raises(InvalidSetting, match=told):
+        open_source(f"outbox+{url}?{options}", consumer="totals")
+
+
+def test_an_outbox_has_no_second_partition(source: OutboxSource) -> None:
+    with pytest.raises(InvalidSetting, match="one partition"):
+        source.partition(1, Progress(), owner="one")
+
+
+def test_a_source_that_nobody_knows_is_told_with_those_that_are_near() -> None:
+    with pytest.raises(UnknownSource, match="did you mean kafka:"):
+        open_source("kafk://broker", consumer="totals")

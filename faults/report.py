@@ -15,6 +15,7 @@ the source, and runs the tests that should notice: the conformance kit of the st
 the others. A fault that no test notices is a hole, and fails the run.
 
 Written by `make faults`; do not edit. A trial stops at the fifth red test, so there may be more witnesses than named.
+With `--merge`, a fault that was not planted again stands here as an earlier run, on the source of its time, left it.
 
 """
 

@@ -37,6 +37,7 @@ RUN: Mapping[str, Callable[[Call], int]] = {
     "resume": acting.resume,
     "relay-config": acting.relay_config,
     "relay": relaying.relay,
+    "process": relaying.process,
     "reap": relaying.reap,
     "doctor": doctor.doctor,
     "readers": acting.readers,

@@ -13,11 +13,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ..config import Timing
+from ..processor.app import load
 from ..relay.file import read_settings, timing_from
 from ..relay.reaper import Reaper
 from ..relay.settings import RelaySettings
 from ..stores.base import hidden_password
-from ..wiring import open_publisher, open_store, store_url
+from ..wiring import open_publisher, open_source, open_store, store_url
 from .call import OK, Call, Refused
 
 if TYPE_CHECKING:
@@ -84,6 +85,32 @@ def _plan(call: Call) -> "Plan":
         given["receipts"] = Receipts.parse(args.receipts)
     chosen = {name: value for name, value in given.items() if value is not None}
     return Plan(**chosen, drain=args.drain, reaper=not args.no_reaper)
+
+
+def process(call: Call) -> int:
+    """`process`: what is wrong is said before Spark is started, as far as it can be seen without it."""
+    try:
+        from ..spark import process_driver as host
+        from ..spark.session import session
+    except ModuleNotFoundError as error:
+        raise Refused(f"it runs on Spark, and {error.name!r} is not there: pip install 'oncebox[spark]'") from error
+    args = call.args
+    host.find_modules_here()
+    app = load(args.app)
+    open_source(args.source, consumer=app.name).close()
+    _log(call)
+    given = {name: getattr(args, name) for name in ("tasks", "shift") if getattr(args, name) is not None}
+    with _signals() as stop:
+        call.note(f"{app.name}: {hidden_password(args.source)} → {hidden_password(args.state)}: starting Spark")
+        spark = session(args.master, app=f"oncebox process {app.name}")
+        if stop.is_set():
+            return OK
+        options = {"source": args.source, "state": args.state, "emit": args.emit, "drain": args.drain, **given}
+        running = host.process(spark, args.app, **options)
+        running.run(stop)
+    document = {"processor": app.name, "handled": running.handled}
+    call.answer(document, [f"handled {running.handled:,} events"])
+    return OK
 
 
 def reap(call: Call) -> int:

@@ -188,6 +188,22 @@ def _relay(parser: Parser) -> None:
     )
 
 
+def _process(parser: Parser) -> None:
+    parser.add_argument(
+        "app", metavar="MODULE:NAME", help="the Processor, like shop:app; a module of this folder is found"
+    )
+    source = "where the events come from: kafka://…?topic=…, valkey://…?stream=…, outbox+sqlite:///…"
+    parser.add_argument("--from", dest="source", metavar="URL", required=True, help=source)
+    state = "where its state is kept: sqlite:///folder, rocksdb:///folder, postgresql://…"
+    parser.add_argument("--state", metavar="URL", required=True, help=state)
+    parser.add_argument("--emit", metavar="URL", help="the outbox that emitted events are written to")
+    parser.add_argument("--master", metavar="URL", help="the Spark master (default: as for relay)")
+    parser.add_argument("--tasks", metavar="N", type=values.count, help="how many share the partitions (default: 2)")
+    shift = "how long a micro-batch lasts (default: 10s)"
+    parser.add_argument("--shift", metavar="TIME", type=values.duration, help=shift)
+    parser.add_argument("--drain", action="store_true", help="end once nothing is left, with exit code 0")
+
+
 def _reap(parser: Parser) -> None:
     interval = "how often expired claims are looked for (default: 10s)"
     parser.add_argument("--interval", metavar="TIME", type=values.duration, help=interval)
@@ -373,6 +389,17 @@ _IN_ORDER: Sequence[Command] = (
             "oncebox relay --to stdout: --drain",
         ),
         arguments=_relay,
+    ),
+    Command(
+        name="process",
+        summary="run handlers with state, exactly once",
+        description="Run a Processor over a stream of events on Spark. State, checkpoint, duplicates, retries, dead "
+        "letters and emitted events are committed together; only then is an event acknowledged.",
+        examples=(
+            "oncebox process shop:app --from 'kafka://broker:9092?topic=order.created' --state sqlite:///state",
+            "oncebox process shop:app --from outbox+sqlite:///shop.db --state rocksdb:///state --drain",
+        ),
+        arguments=_process,
     ),
     Command(
         name="reap",

@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .driver import Plan, SparkRelay, relay
+    from .process_driver import SparkProcessor, process
     from .receipts import Receipts
 
-__all__ = ["Plan", "Receipts", "SparkRelay", "relay"]
+__all__ = ["Plan", "Receipts", "SparkProcessor", "SparkRelay", "process", "relay"]
 
-_ROOMS = {"Plan": "driver", "SparkRelay": "driver", "relay": "driver", "Receipts": "receipts"}
+_ROOMS = {
+    "Plan": "driver",
+    "Receipts": "receipts",
+    "SparkProcessor": "process_driver",
+    "SparkRelay": "driver",
+    "process": "process_driver",
+    "relay": "driver",
+}
 
 if not TYPE_CHECKING:
 

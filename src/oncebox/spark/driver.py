@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.functions import count, lit
@@ -97,7 +97,7 @@ class SparkRelay:
         self._stop_reaper = threading.Event()
         self._threads: list[threading.Thread] = []
         self._temporary = Path(tempfile.mkdtemp(prefix="oncebox-relay-"))
-        self._lines = [_Line(self, number) for number in range(plan.queries)]
+        self._lines = [Line(self, number) for number in range(plan.queries)]
         self.relay_id = f"{settings.name}/{uuid7().hex[-12:]}"
 
     def __enter__(self) -> Self:
@@ -237,7 +237,7 @@ class SparkRelay:
         options = {"tasks": str(self._plan.tasks), "stop": str(self._stop_file)}
         tickets = self._spark.readStream.format(FORMAT).options(**options).load()
         schema = RECEIPTS if shift.receipts else COUNTS
-        rows = tickets.mapInArrow(partial(run_shift, shift), _spark_schema(schema))
+        rows = tickets.mapInArrow(partial(run_shift, shift), spark_schema(schema))
         number_of = count(lit(1)) if shift.receipts else total("published")
         return rows.observe("shift", number_of.alias("published"))
 
@@ -257,10 +257,17 @@ def told(error: str) -> str:
     return "; ".join([lines[0], *python[-1:]])
 
 
-class _Line:
+class Owner(Protocol):
+    """Whoever has queries, and knows what they write."""
+
+    def line_writer(self, number: int) -> Any:
+        """Where the rows of one query go."""
+
+
+class Line:
     """One query, started again when it fails."""
 
-    def __init__(self, owner: SparkRelay, number: int) -> None:
+    def __init__(self, owner: Owner, number: int) -> None:
         self._owner = owner
         self._number = number
         self._pause = RESTART_MIN
@@ -272,7 +279,7 @@ class _Line:
 
     def start(self) -> None:
         self._restart_at = None
-        self.query = self._owner.line_writer(self._number).queryName(f"oncebox relay {uuid7().hex[-6:]}").start()
+        self.query = self._owner.line_writer(self._number).queryName(f"oncebox {uuid7().hex[-6:]}").start()
 
     def _note(self) -> None:
         if self.query is None:
@@ -298,12 +305,13 @@ class _Line:
             return
         if self._restart_at is None:
             self._restart_at = clock.monotonic() + self._pause
-            log.error("query %d failed, and starts again in %.0f s: %s", self._number, self._pause, self._why())
+            log.error("query %d failed, and starts again in %.0f s: %s", self._number, self._pause, self.why())
             self._pause = min(RESTART_MAX, self._pause * 2)
         elif clock.monotonic() >= self._restart_at:
             self.start()
 
-    def _why(self) -> str:
+    def why(self) -> str:
+        """Why the query ended, in a line or two."""
         error = self.query.exception() if self.query else None
         return told(str(error)) if error else "it ended without an error"
 
@@ -313,7 +321,8 @@ class _Line:
             self.query.stop()
 
 
-def _spark_schema(schema: Any) -> str:
+def spark_schema(schema: Any) -> str:
+    """An Arrow schema as Spark writes it."""
     from pyspark.sql.pandas.types import from_arrow_schema
 
     return ", ".join(f"`{one.name}` {one.dataType.simpleString()}" for one in from_arrow_schema(schema))

@@ -1,0 +1,14 @@
+"""A processor for tests: adds up the numbers of each key, and tells when a key has had a hundred."""
+
+from oncebox import Event
+from oncebox.processor import Context, Processor
+
+app = Processor("totals")
+
+
+@app.on("order.created")
+def total(event: Event, ctx: Context) -> None:
+    key = event.ordering_key or "all"
+    ctx.state.add(f"sum-{key}", int(event.payload))
+    if ctx.state.add(f"count-{key}") % 100 == 0:
+        ctx.emit("hundred.reached", {"key": key}, key=key)

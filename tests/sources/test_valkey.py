@@ -150,6 +150,19 @@ def test_an_entry_that_nobody_could_have_meant_does_not_stop_the_reader(
     assert [dict(message.event.headers) for message in found] == [{}, {}, {"a": "1"}]
 
 
+def test_consumers_that_hold_nothing_are_struck_off_and_no_others(valkey: Valkey, client: Any, stream: str) -> None:
+    source = ValkeySource.open(f"{valkey.url}?stream={stream}&min_idle_time_ms=100&takeover=idle", consumer="totals")
+    source.partition(0, Progress(), owner="first").close()
+    client.xadd(stream, {"payload": "p"})
+    client.xgroup_createconsumer(stream, "totals", "idle")
+    client.xreadgroup("totals", "holding", {stream: ">"})
+    given.patiently(lambda: all(one["idle"] > 200 for one in client.xinfo_consumers(stream, "totals")))
+    source.partition(0, Progress(), owner="second").close()
+    assert {one["name"] for one in client.xinfo_consumers(stream, "totals")} == {b"holding"}
+    assert client.xpending(stream, "totals")["pending"] == 1
+    source.close()
+
+
 def test_a_strangers_entry_is_an_event_with_the_same_id_each_time(
     client: Any, stream: str, source: ValkeySource
 ) -> None:

@@ -18,7 +18,7 @@ from ..errors import InvalidSetting, SourceUnavailable, StoreUnavailable, Unknow
 from ..event import Claim, Published, Released, Verdict
 from ..publishers.message import PublisherUrl
 from ..registry import STORE_GROUP, registered
-from ..stores.base import LEASE_RENEWALS, OutboxStore, hidden_password
+from ..stores.base import OutboxStore, hidden_password
 from .base import Message, Position, Progress, Source, SourceCapabilities, SourcePartition
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class OutboxPartition(SourcePartition):
         """Hold what is unfinished, and free what somebody else's death has left: perhaps no reaper runs here."""
         now = clock.monotonic()
         lease = self._source.lease.total_seconds()
-        if now - self._renewed_at > lease / LEASE_RENEWALS:
+        if now - self._renewed_at > lease / 3:
             with self._lock:
                 held = list(self._held.values())
             self._renew(held)

@@ -37,6 +37,7 @@ PENDING_PAGE = 100  # entries that are taken over at once; each may be large
 PAGE = 1_000  # ids of one command
 _READ = Path(__file__).with_name("valkey.lua").read_text()
 _HOLD = Path(__file__).with_name("valkey_hold.lua").read_text()
+_TIDY = Path(__file__).with_name("valkey_tidy.lua").read_text()
 _BROKEN = (redis.ConnectionError, redis.TimeoutError, OSError)
 _FIRST = b"0-0"
 
@@ -91,6 +92,7 @@ class ValkeySource(Source):
         stream = stream_of(self.stream, number, self._partitions)
         with self.asking():
             self._have_group(stream, progress)
+            self.client.eval(_TIDY, 1, stream, self.group, owner, self.idle_ms)
             return ValkeyPartition(self, stream, owner)
 
     def _have_group(self, stream: str, progress: Progress) -> None:

@@ -29,6 +29,7 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # An engine sees contracts, never an adapter.
 ENGINES = {"relay", "processor"}
+PORTS = {"stores", "publishers", "states", "sources"}
 CONTRACTS = ("stores.base", "publishers.base", "states.base", "sources.base")
 
 # A driver or a client is imported in the files that bear its name, and nowhere else, not even late.
@@ -90,7 +91,7 @@ def _inner_objection(room: str, target: str) -> str | None:
         return f"{target or 'oncebox'} stands in no layer: import what is needed from its own module"
     if LEVEL[other] >= LEVEL[room]:
         return f"{room} may not import {target}, which does not stand below it"
-    if room in ENGINES and other in {"stores", "publishers", "states", "sources"} and not f"{target}.".startswith(_contracts()):
+    if room in ENGINES and other in PORTS and not f"{target}.".startswith(_contracts()):
         return f"{room} is an engine and sees only {' and '.join(CONTRACTS)}, not {target}"
     return None
 

@@ -123,9 +123,8 @@ def reaped_and_published(store: OutboxStore, number: int) -> bool:
 
 def workers_with(path: str) -> list[int]:
     """The Python workers that have a file of this folder open."""
-    return [
-        pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != os.getpid() and holds(pid, path)
-    ]
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if pid != os.getpid() and holds(pid, path)]
 
 
 def holds(pid: int, path: str) -> bool:

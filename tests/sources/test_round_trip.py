@@ -35,7 +35,7 @@ CLAIMS = st.builds(
 
 def read_back(claim: Claim) -> tuple[Event, int]:
     event = claim.event
-    return event_from(headers_of(claim), event.payload, key_of(event), event.created_at, stranger=STRANGER)
+    return event_from(headers_of(claim), event.payload, key_of(event), event.created_at, stranger=lambda: STRANGER)
 
 
 @generated(CLAIMS)
@@ -61,7 +61,7 @@ def test_an_event_is_read_back_as_it_was_written(claim: Claim) -> None:
 
 
 def stranger(headers: dict[str, str]) -> tuple[Event, int]:
-    return event_from(headers, b"p", "key", clock.now(), stranger=STRANGER)
+    return event_from(headers, b"p", "key", clock.now(), stranger=lambda: STRANGER)
 
 
 def test_what_no_relay_wrote_gets_an_id_and_keeps_its_headers() -> None:

@@ -35,6 +35,7 @@ _TRACE_STATE_MAX = 512
 _REPLAYS_DIGITS_MAX = 9
 
 T = TypeVar("T")
+Stranger = Callable[[], tuple[UUID, str]]  # the id and the type of what no relay wrote; seldom asked for
 
 
 def headers_of(claim: Claim) -> dict[str, str]:
@@ -71,7 +72,7 @@ def assembled(
 
 
 def event_from(
-    headers: Mapping[str, str], payload: bytes, key: str | None, created_at: datetime, *, stranger: tuple[UUID, str]
+    headers: Mapping[str, str], payload: bytes, key: str | None, created_at: datetime, *, stranger: Stranger
 ) -> tuple[Event, int]:
     """The event and its replay count, back from the transport headers of `headers_of`, for consumers.
 
@@ -81,11 +82,11 @@ def event_from(
     """
     own = dict(headers)
     event_id = uuid_from(own.get(EVENT_ID))
-    event_type, replays = stranger[1], 0
+    replays = 0
     if event_id is None:
-        event_id = stranger[0]
+        event_id, event_type = stranger()
     else:
-        event_type = own.pop(EVENT_TYPE, "") or event_type
+        event_type = own.pop(EVENT_TYPE, "") or stranger()[1]
         replays = replays_from(own.pop(REPLAY, None))
         del own[EVENT_ID]
     content_type = _content_type(own)

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
-from uuid import UUID
 
 import redis
 
@@ -20,7 +19,7 @@ from ..errors import PublisherUnavailable
 from ..event import BYTES_TYPE, JSON_TYPE, Claim, Event
 from ..retry import Failure, Scope
 from .base import NOT_TRIED, Deadline, Guarantees, Outcome, Publisher
-from .message import PublisherUrl, assembled, key_of, own_headers, replays_from, uuid_from
+from .message import PublisherUrl, Stranger, assembled, key_of, own_headers, replays_from, uuid_from
 from .valkey_wire import Silent, Wire, argument, connection_settings
 
 PARTITIONS_MAX = 1024
@@ -329,7 +328,7 @@ def stream_of(name: str, partition: int, partitions: int) -> str:
     return name if partitions == 1 else f"{name}.{partition}"
 
 
-def event_from(entry: Mapping[bytes, bytes], created_at: datetime, *, stranger: tuple[UUID, str]) -> tuple[Event, int]:
+def event_from(entry: Mapping[bytes, bytes], created_at: datetime, *, stranger: Stranger) -> tuple[Event, int]:
     """The event of a stream entry and its replay count: the opposite of what this publisher writes, for its consumers.
 
     What was never sent is not there: the metadata, and which of the two keys it was. An entry that no relay wrote gets
@@ -339,9 +338,10 @@ def event_from(entry: Mapping[bytes, bytes], created_at: datetime, *, stranger: 
     key = _text(entry.get(b"key"))
     if event_id is None or b"event_type" not in entry or b"payload" not in entry:
         payload, content_type = _strange(entry)
-        return Event(stranger[0], stranger[1], payload, created_at, content_type, key), 0
+        strange_id, strange_type = stranger()
+        return Event(strange_id, strange_type, payload, created_at, content_type, key), 0
     content_type = _text(entry.get(b"content_type")) or BYTES_TYPE
-    event_type, own = _text(entry[b"event_type"]) or stranger[1], _own(entry.get(b"headers"))
+    event_type, own = _text(entry[b"event_type"]) or stranger()[1], _own(entry.get(b"headers"))
     event = Event(event_id, event_type, entry[b"payload"], created_at, content_type, key, None, own)
     return event, replays_from(_text(entry.get(b"replay")))
 

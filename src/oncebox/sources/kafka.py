@@ -10,8 +10,9 @@ import zlib
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, NamedTuple, Self
-from uuid import NAMESPACE_OID, uuid5
+from uuid import NAMESPACE_OID, UUID, uuid5
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient
@@ -280,16 +281,17 @@ class KafkaPartition(SourcePartition):
 
     def _message(self, record: Any) -> Message:
         offset = record.offset()
-        stranger = (
-            uuid5(NAMESPACE_OID, f"oncebox/kafka/{self._topic}/{self._mark}/{self._number}/{offset}"),
-            self._topic,
-        )
         headers = {name: _text(value) or "" for name, value in record.headers() or ()}
+        stranger = partial(self._stranger, offset)
         event, replays = event_from(
             headers, record.value() or b"", _text(record.key()), _time(record), stranger=stranger
         )
         self._held[offset] = None
         return Message((offset, self._mark), event, replays)
+
+    def _stranger(self, offset: int) -> tuple[UUID, str]:
+        place = f"oncebox/kafka/{self._topic}/{self._mark}/{self._number}/{offset}"
+        return uuid5(NAMESPACE_OID, place), self._topic
 
 
 def _text(value: bytes | None) -> str | None:

@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
-from uuid import NAMESPACE_OID, uuid5
+from uuid import NAMESPACE_OID, UUID, uuid5
 
 import redis
 from redis.backoff import NoBackoff
@@ -273,10 +274,12 @@ class ValkeyPartition(SourcePartition):
 
     def _message(self, entry: bytes, fields: dict[bytes, bytes]) -> Message:
         position = _position(entry)
-        stranger = (uuid5(NAMESPACE_OID, f"oncebox/valkey/{self._stream}/{entry.decode()}"), self._stream)
-        event, replays = event_from(fields, time_from(position[0]), stranger=stranger)
+        event, replays = event_from(fields, time_from(position[0]), stranger=partial(self._stranger, entry))
         self._held[position] = None
         return Message(position, event, replays)
+
+    def _stranger(self, entry: bytes) -> tuple[UUID, str]:
+        return uuid5(NAMESPACE_OID, f"oncebox/valkey/{self._stream}/{entry.decode()}"), self._stream
 
     # --- the others ---------------------------------------------------------------------------------------------------
 
@@ -326,7 +329,7 @@ def _id(position: Position) -> str:
 
 
 def _size(entry: Entry) -> int:
-    return sum(len(name) + len(value) for name, value in entry[1].items())
+    return sum(map(len, entry[1].values()))
 
 
 def _pages(ids: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -201,6 +201,32 @@ spark.stop()
     assert sorted(received(tmp_path / "events")) == list(range(300))
 
 
+def test_the_same_job_runs_through_spark_connect(url: str, store: OutboxStore, tmp_path: Path) -> None:
+    fill(store, 300)
+    job = f"""
+import threading
+from pyspark.sql import SparkSession
+from oncebox.spark import Plan, relay
+spark = SparkSession.builder.remote("local[2]").getOrCreate()
+with relay(spark, store={url!r}, to="file://{tmp_path}/events", plan=Plan(drain=True)) as running:
+    running.run(threading.Event())
+print(type(spark).__module__, running.published)
+spark.stop()
+"""
+    environment = {
+        **os.environ,
+        "JAVA_HOME": str(find_java().parent.parent),
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", job], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3_000:]
+    assert done.stdout.split() == ["pyspark.sql.connect.session", "300"]
+    assert sorted(received(tmp_path / "events")) == list(range(300))
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

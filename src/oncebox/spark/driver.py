@@ -289,7 +289,7 @@ class Line:
                 self._seen = progress.batchId
                 self._pause = RESTART_MIN
                 row = progress.observedMetrics.get("shift")
-                number = (row["published"] or 0) if row else 0
+                number = (row[0] or 0) if row else 0  # by its place: Spark Connect does not tell the name
                 self.published += number
                 self.found_nothing = not number
 

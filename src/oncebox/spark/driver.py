@@ -257,6 +257,13 @@ def told(error: str) -> str:
     return "; ".join([lines[0], *python[-1:]])
 
 
+def number_in(row: Any) -> int:
+    """The one number of an observation; Spark Connect wraps it differently, and without its name."""
+    while isinstance(row, list | tuple):
+        row = row[0] if row else None
+    return int(row or 0)
+
+
 class Owner(Protocol):
     """Whoever has queries, and knows what they write."""
 
@@ -288,8 +295,7 @@ class Line:
             if progress.batchId > self._seen and progress.numInputRows:
                 self._seen = progress.batchId
                 self._pause = RESTART_MIN
-                row = progress.observedMetrics.get("shift")
-                number = (row[0] or 0) if row else 0  # by its place: Spark Connect does not tell the name
+                number = number_in(progress.observedMetrics.get("shift"))
                 self.published += number
                 self.found_nothing = not number
 

@@ -27,6 +27,8 @@ class Log:
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self.acked: list[Position] = []
+        self.held: list[Position] = []
+        self.origin: Position | None = None
 
     def add(self, event: Event, replays: int = 0) -> Message:
         message = Message((7 + 3 * len(self.messages),), event, replays)
@@ -43,6 +45,7 @@ class LogPartition(SourcePartition):
     def __init__(self, log: Log, progress: Progress) -> None:
         self._log = log
         self._at = progress.low or (0,)
+        self.origin = log.origin
 
     def poll(self, limit: int, *, bytes_max: int, timeout: timedelta) -> list[Message]:
         found = [message for message in self._log.messages if message.position > self._at][:limit]
@@ -54,6 +57,7 @@ class LogPartition(SourcePartition):
         self._log.acked += [message.position for message in messages]
 
     def hold(self, messages: Sequence[Message]) -> Collection[Position]:
+        self._log.held += [message.position for message in messages]
         return ()
 
     def close(self, unfinished: Sequence[Message] = ()) -> None:

@@ -14,6 +14,7 @@ from oncebox.processor import Context, Permanent, Processor
 from oncebox.processor.engine import NoOutbox
 from oncebox.processor.memory import decoded
 from oncebox.processor.records import dead_letter_from, progress_from
+from oncebox.sources.base import Progress
 from oncebox.states.base import Space, StateStore
 from oncebox.wiring import open_state
 from tests.processor.stage import STEPS, Died, Lives, Log, dies_at, event
@@ -81,7 +82,7 @@ def test_the_checkpoint_is_there_with_the_state_and_not_before(states: StateStor
     log.add(event(amount=5))
     lives = Lives(totals(), log, states, outbox)
     assert not lives.live(dies_at("handled"))
-    assert (sums(lives), lives.entries(Space.CHECKPOINTS).get(b"log")) == ({}, None)
+    assert (sums(lives), progress_from(lives.entries(Space.CHECKPOINTS)[b"log"])) == ({}, Progress())
     assert not lives.live(dies_at("committed"))
     assert sums(lives) == {"k": 5}
     assert progress_from(lives.entries(Space.CHECKPOINTS)[b"log"]).low == log.messages[0].position
@@ -296,6 +297,32 @@ def test_a_zombies_commit_is_refused(tmp_path: Path, outbox: OutboxStore) -> Non
     assert sums(lives) == {}
     assert log.acked == []
     states.close()
+
+
+def test_the_source_is_told_what_is_still_worked_on(states: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oncebox.processor.engine.HOLD", 0.0)
+    app = Processor("slow")
+    told: list[int] = []
+
+    @app.on("order.created")
+    def looks(event: Event, ctx: Context) -> None:
+        told.append(len(log.held))
+
+    log = Log()
+    for number in range(3):
+        log.add(event(key=None, amount=number))
+    Lives(app, log, states).until_done()
+    assert told == sorted(told)
+    assert set(log.held) == {message.position for message in log.messages}
+
+
+def test_where_a_log_began_is_kept_before_anything_is_done(states: StateStore) -> None:
+    log = Log()
+    log.origin = (5,)
+    log.add(event())
+    lives = Lives(totals(), log, states)
+    assert not lives.live(dies_at("marked"))
+    assert progress_from(lives.entries(Space.CHECKPOINTS)[b"log"]).low == (5,)
 
 
 @settings(max_examples=40, deadline=None)

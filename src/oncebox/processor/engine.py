@@ -20,7 +20,7 @@ from uuid import UUID
 from .. import clock
 from ..errors import DuplicateEvent, InvalidSetting
 from ..event import NewEvent
-from ..sources.base import Message, SourcePartition
+from ..sources.base import Message, Progress, SourcePartition
 from ..states.base import Space, StatePartition, Write
 from ..stores.base import OutboxStore, Query
 from . import records
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 POLL = timedelta(milliseconds=100)
 FORWARD_MAX = 1_000
+HOLD = 5.0  # seconds between two words to the source about what is still worked on
 DIED = "the process died while this event was handled, alone"
 AtStep = Callable[[str], None]
 
@@ -160,7 +161,9 @@ class Engine:
         self._runner = Runner()
         self._checkpoint = source_name.encode()
         found = state.get(Space.CHECKPOINTS, [self._checkpoint, records.STARTED, records.SUSPECTS])
-        self._tracker = Tracker(records.progress_from(found.get(self._checkpoint)))
+        self._tracker = Tracker(self._start(found.get(self._checkpoint)))
+        self._checkpointed = self._checkpoint in found
+        self._held_at = clock.monotonic()
         self._waiting: dict[bytes, Tried] = {}  # by identity, in the order of their positions
         self._suspects = self._recover(found)
         self._next_outgoing = self._first_free()
@@ -174,6 +177,11 @@ class Engine:
         """Give back what is unfinished."""
         self._runner.close()
         self._source.close([message for tried in self._waiting.values() for message in tried.messages])
+
+    def _start(self, checkpoint: bytes | None) -> Progress:
+        """Where the checkpoint says or, the first time, where the source began."""
+        progress = records.progress_from(checkpoint)
+        return Progress(self._source.origin, progress.done) if progress.low is None else progress
 
     # --- what a former life left ------------------------------------------------------------------------------------
 
@@ -209,6 +217,7 @@ class Engine:
 
     def step(self, *, wait: timedelta = POLL) -> Round:
         """One turn: a batch from the source and what is due again, to its end."""
+        self._hold()
         skipped = self._take(wait)  # 1
         batch = self._batch()
         if not batch:
@@ -231,6 +240,15 @@ class Engine:
             dead=len(change.letters),
             unhandled=unhandled,
         )
+
+    def _hold(self) -> None:
+        """Tell the source every few seconds what is still worked on; what is lost all the same is known by its id."""
+        if clock.monotonic() - self._held_at < HOLD or not self._waiting:
+            return
+        self._held_at = clock.monotonic()
+        lost = self._source.hold([message for tried in self._waiting.values() for message in tried.messages])
+        if lost:
+            log.warning("%s: the source has given %d events to others; their effects happen once", self.name, len(lost))
 
     @property
     def waiting(self) -> int:
@@ -299,7 +317,11 @@ class Engine:
 
     def _mark(self, batch: Sequence[Tried]) -> None:
         marker = records.identities_bytes(tried.identity for tried in batch)
-        self._state.commit([Write(Space.CHECKPOINTS, records.STARTED, marker)])
+        changes = [Write(Space.CHECKPOINTS, records.STARTED, marker)]
+        if not self._checkpointed:  # where a log began is found again by nothing else
+            changes.append(Write(Space.CHECKPOINTS, self._checkpoint, records.progress_bytes(self._tracker.progress)))
+            self._checkpointed = True
+        self._state.commit(changes)
 
     # --- 3 ----------------------------------------------------------------------------------------------------------
 
@@ -310,6 +332,7 @@ class Engine:
         keys = {tried.message.event.ordering_key for tried in batch} - {None}
         self._memory.prefetch([key_bytes(key) for key in keys if key is not None])
         for tried in batch:
+            self._hold()
             key = tried.message.event.ordering_key
             if key is not None and key in stopped:
                 continue

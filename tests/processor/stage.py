@@ -102,7 +102,7 @@ class Lives:
 
     def live(self, at: Callable[[str], None] = lambda _: None, turns: int = 200) -> bool:
         """Run until nothing is left to do; false if it died before, or there were not turns enough."""
-        state = None
+        state = engine = None
         try:
             engine = self.engine(at)
             state = engine._state
@@ -116,6 +116,8 @@ class Lives:
         except Died:
             pass
         finally:
+            if engine is not None:
+                engine._runner.close()
             if state is not None:
                 state.close()
         return False

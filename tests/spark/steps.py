@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,9 @@ def workers(store: OutboxStore) -> list[Worker]:
 
 def kill_a_worker(store: OutboxStore) -> int:
     """kill -9 of one Python worker that works on this store; its process id."""
-    until(lambda: workers(store))
-    pid = workers(store)[0].pid
-    os.kill(pid, signal.SIGKILL)
-    return pid
+    while True:
+        until(lambda: workers(store))
+        for worker in workers(store):
+            with suppress(ProcessLookupError):  # it had ended by itself, and nobody has struck it off yet
+                os.kill(worker.pid, signal.SIGKILL)
+                return worker.pid

@@ -136,9 +136,7 @@ def test_without_a_reaper_nothing_is_claimed(spark: SparkSession, url: str, stor
         reaper.join()
 
 
-def test_secrets_are_in_no_plan(
-    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_secrets_are_in_no_plan(spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = f"sqlite:///{tmp_path}/outbox.db"
     with opened(url) as store, relay(spark, store=url, to="null:?password=hunter2", settings=SETTINGS) as running:
         fill(store, 10)

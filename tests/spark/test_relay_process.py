@@ -91,15 +91,15 @@ def test_a_second_signal_ends_it_at_once_and_loses_nothing(url: str, store: Outb
         assert process.wait(PATIENCE) in {128 + signal.SIGTERM, 128 + signal.SIGINT}
     with relay(url, "--to", f"file://{tmp_path}/events", *SMALL, "--drain") as process:
         assert process.wait(PATIENCE) == 0
-    until(partial(settled, store, 2_000, url, f"file://{tmp_path}/events"))
+    until(partial(settled, store, 2_000, url, "--to", f"file://{tmp_path}/events", *SMALL))
     assert sorted(received(tmp_path / "events")) == list(range(2_000))
 
 
-def settled(store: OutboxStore, number: int, url: str, to: str) -> bool:
+def settled(store: OutboxStore, number: int, url: str, *words: str) -> bool:
     """Whether all are PUBLISHED; a drained relay leaves what a lease still holds, so it is run again."""
     if published(store) == number:
         return True
-    with relay(url, "--to", to, *SMALL, "--drain") as process:
+    with relay(url, *words, "--drain") as process:
         assert process.wait(PATIENCE) == 0
     return published(store) == number
 
@@ -117,18 +117,10 @@ def test_a_killed_driver_loses_neither_events_nor_receipts(
         process.wait()
     with relay(url, *words, "--drain") as process:
         assert process.wait(PATIENCE) == 0
-    until(partial(settled_with, store, 5_000, url, words))
+    until(partial(settled, store, 5_000, url, *words))
     rows = receipts.read(spark).collect()
     assert len(rows) == 5_000
     assert {row.event_id for row in rows} == delivered(store)
-
-
-def settled_with(store: OutboxStore, number: int, url: str, words: list[str]) -> bool:
-    if published(store) == number:
-        return True
-    with relay(url, *words, "--drain") as process:
-        assert process.wait(PATIENCE) == 0
-    return published(store) == number
 
 
 @pytest.mark.requirement("LC-15", "LC-19")
@@ -167,7 +159,7 @@ def test_the_whole_relay_may_be_killed(url: str, store: OutboxStore, tmp_path: P
         for pid in {process.pid, *pids, *map(executor_of, pids)}:
             os.kill(pid, signal.SIGKILL)
         process.wait()
-    until(partial(settled, store, 3_000, url, to))
+    until(partial(settled, store, 3_000, url, "--to", to, *SMALL))
     assert sorted(received(tmp_path / "events")) == list(range(3_000))
 
 

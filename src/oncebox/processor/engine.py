@@ -12,13 +12,14 @@
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
 from .. import clock
-from ..errors import DuplicateEvent, InvalidSetting
+from ..errors import DuplicateEvent, InvalidSetting, OnceboxError
 from ..event import NewEvent
 from ..sources.base import Message, Progress, SourcePartition
 from ..states.base import Space, StatePartition, Write
@@ -226,9 +227,14 @@ class Engine:
         self._at("taken")
         self._mark(batch)  # 2
         self._at("marked")
-        change, unhandled = self._handle(batch)  # 3
-        self._at("handled")
-        self._commit(change)  # 4, 5
+        try:
+            change, unhandled = self._handle(batch)  # 3
+            self._at("handled")
+            self._commit(change)  # 4, 5
+        except Exception:  # not the handlers' fault, and this process lives: no event is to blame
+            with suppress(OnceboxError):
+                self._state.commit([Write(Space.CHECKPOINTS, records.STARTED, None)])
+            raise
         self._at("committed")
         self._source.ack([message for tried in change.finished for message in tried.messages])  # 6
         self._at("acknowledged")

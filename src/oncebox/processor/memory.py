@@ -46,25 +46,29 @@ def key_bytes(key: str) -> bytes:
 
 
 class Memory:
-    """The committed state, as far as it was read lately. Its owner is the only writer, so it never goes stale."""
+    """The committed state, as far as it was written or read lately. Its owner is the only writer, so it is not stale.
+
+    What was written is kept with its time to live; of what was read that is not known, so it is kept for one batch.
+    """
 
     def __init__(self, view: StateView, cache_max: int) -> None:
         self._view = view
         self._cache_max = cache_max
         self._cache: OrderedDict[bytes, Entry] = OrderedDict()
+        self._read: dict[bytes, bytes | None] = {}
 
     def prefetch(self, keys: Collection[bytes]) -> None:
         """Read those that are not known yet, all at once."""
-        missing = [key for key in keys if key not in self._cache]
+        missing = [key for key in keys if key not in self._cache and key not in self._read]
         if missing:
             found = self._view.get(Space.STATE, missing)
-            for key in missing:
-                self._keep(key, Entry(found.get(key)))
+            self._read |= {key: found.get(key) for key in missing}
 
     def get(self, key: bytes) -> bytes | None:
         """What is committed under a key."""
         if key not in self._cache:
             self.prefetch([key])
+            return self._read[key]
         self._cache.move_to_end(key)
         value, expires_at = self._cache[key]
         return None if expires_at is not None and expires_at <= clock.now() else value
@@ -78,15 +82,10 @@ class Memory:
 
     def committed(self, changes: Mapping[bytes, Entry]) -> None:
         """Note what was written."""
+        self._read.clear()
         for key, entry in changes.items():
-            self._keep(key, entry)
-        self._trim()
-
-    def _keep(self, key: bytes, entry: Entry) -> None:
-        self._cache[key] = entry
-        self._cache.move_to_end(key)
-
-    def _trim(self) -> None:
+            self._cache[key] = entry
+            self._cache.move_to_end(key)
         while len(self._cache) > self._cache_max:
             self._cache.popitem(last=False)
 

@@ -27,13 +27,12 @@ from ..relay.settings import RelaySettings
 from ..relay.worker import RELAY_KIND
 from ..stores.base import OutboxStore, hidden_password
 from ..wiring import anchored, open_publisher, open_store, store_url
-from .receipts import Receipts
+from .receipts import QUERIES_MAX, Receipts
 from .shifts import COUNTS, RECEIPTS, Shift, run_shift
 from .tickets import FORMAT, TicketSource
 
 log = logging.getLogger(__name__)
 
-QUERIES_MAX = 64
 SHIFT_MIN, SHIFT_MAX = timedelta(seconds=1), timedelta(minutes=10)
 RESTART_MIN, RESTART_MAX = 1.0, 60.0  # seconds until a query that failed is started again
 _PYTHON_ERROR = re.compile(r"[\w.]*(?:Error|Exception|Missing|Unavailable|Setting|Store|Publisher): ")

@@ -13,7 +13,7 @@ from .. import clock
 from ..clock import uuid7
 from ..errors import Fenced, SourceUnavailable, StateInUse, StateUnavailable, StoreUnavailable
 from ..processor.app import load
-from ..processor.engine import Engine, Round
+from ..processor.engine import AtStep, Engine, Round
 from ..processor.records import progress_from
 from ..producer.payload import Encoder
 from ..sources.base import Source
@@ -66,8 +66,9 @@ def _run(work: Work, ticket: Ticket) -> Iterator[pa.RecordBatch]:
 class Desk:
     """The partitions that one task works on, in turn; what could not be had is tried again."""
 
-    def __init__(self, work: Work, ticket: Ticket, stack: ExitStack) -> None:
+    def __init__(self, work: Work, ticket: Ticket, stack: ExitStack, *, at: AtStep = lambda _: None) -> None:
         self._app = load(work.app)
+        self._at = at
         self.owner = f"{self._app.name}/{ticket.run}/{ticket.ticket}.{ticket.task}/{uuid7().hex[-12:]}"
         self._source: Source = stack.enter_context(closing(open_source(work.source, consumer=self._app.name)))
         self._state: StateStore = stack.enter_context(closing(open_state(work.state)))
@@ -114,6 +115,7 @@ class Desk:
                     log_source=self._source.capabilities.positions,
                     encode=self._encode,
                     outbox=self._outbox,
+                    at=self._at,
                 )
             except BaseException:
                 state.close()

@@ -28,6 +28,7 @@ from . import records
 from .app import Permanent, Processor, Runner, State
 from .memory import Entry, Memory, Overlay, key_bytes, writes
 from .progress import Tracker
+from .requests import Requests
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +41,19 @@ AtStep = Callable[[str], None]
 
 @dataclass(slots=True)
 class Tried:
-    """A message that was delivered and is not finished."""
+    """A message that was delivered, or a dead letter that is redriven, and is not finished."""
 
     message: Message
     identity: bytes
     failures: int = 0
     due: float = 0.0
     twins: list[Message] = field(default_factory=list)  # the same event at other positions
+    letter: records.DeadLetter | None = None  # of one that is redriven: its source was told long ago
 
     @property
     def messages(self) -> list[Message]:
         """All that is done when this is."""
-        return [self.message, *self.twins]
+        return [self.message, *self.twins] if self.letter is None else self.twins
 
 
 @dataclass(slots=True)
@@ -168,6 +170,7 @@ class Engine:
         self._waiting: dict[bytes, Tried] = {}  # by identity, in the order of their positions
         self._suspects = self._recover(found)
         self._next_outgoing = self._first_free()
+        self._requests = Requests(app, state, self._admit)
 
     @property
     def name(self) -> str:
@@ -220,6 +223,7 @@ class Engine:
         """One turn: a batch from the source and what is due again, to its end."""
         self._hold()
         skipped = self._take(wait)  # 1
+        self._requests.turn()
         batch = self._batch()
         if not batch:
             self._forward()
@@ -258,8 +262,8 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """How many events are delivered and unfinished."""
-        return len(self._waiting)
+        """How many events are delivered, or to be redriven, and unfinished."""
+        return len(self._waiting) + self._requests.left
 
     # --- 1 ----------------------------------------------------------------------------------------------------------
 
@@ -286,6 +290,15 @@ class Engine:
                 self._waiting[identity] = Tried(message, identity, failures[identity])
         self._source.ack(done)
         return len(done)
+
+    def _admit(self, letters: Sequence[records.DeadLetter]) -> set[bytes]:
+        """Let dead letters be handled again, behind what waits; how often each has failed since is kept (EO-06)."""
+        taken = {letter.identity: letter for letter in letters if letter.identity not in self._waiting}
+        failures = self._failures(list(taken)) if taken else {}
+        for identity, letter in taken.items():
+            message = Message(letter.position, letter.event, letter.replays)
+            self._waiting[identity] = Tried(message, identity, failures[identity], letter=letter)
+        return set(taken)
 
     def _due(self) -> list[Tried]:
         """What may run now: of each key the oldest unfinished event first, and nothing behind one that waits."""
@@ -382,6 +395,7 @@ class Engine:
 
     def _letter(self, tried: Tried, failures: int, error: str, trace: str) -> records.DeadLetter:
         log.error("%s gives up %s after %d failures: %s", self.name, tried.message.event.event_id, failures, error)
+        former = tried.letter
         return records.DeadLetter(
             event=tried.message.event,
             replays=tried.message.replays,
@@ -389,8 +403,9 @@ class Engine:
             error=error,
             traceback=trace,
             died_at=clock.now(),
-            source=self._source_name,
+            source=former.source if former else self._source_name,
             position=tried.message.position,
+            redriven=former.redriven + 1 if former else 0,
         )
 
     def check_emits(self) -> None:
@@ -431,6 +446,11 @@ class Engine:
         found += [
             Write(Space.DEAD_LETTERS, letter.identity, records.dead_letter_bytes(letter)) for letter in change.letters
         ]
+        # A duplicate of a dead letter is known as one for as long as the letter is there to be redriven.
+        found += [Write(Space.INBOX, letter.identity, b"") for letter in change.letters]
+        found += self._requests.settled(
+            (tried.identity for tried in change.finished), (letter.identity for letter in change.letters)
+        )
         found += [
             Write(Space.OUTGOING, records.outgoing_key(self._next_outgoing + place), records.outgoing_bytes(event))
             for place, event in enumerate(change.emitted)

@@ -7,11 +7,16 @@
 5. COMMIT.                                          A crash before: nothing has happened; after: all of it has.
 6. Acknowledge.                                     A crash before it: redelivered, and left out by step 1 (EO-05).
 7. Forward what was emitted, then remove it.        A crash between: forwarded again, and known by its id.
+
+While the source has many messages, steps 1 and 2 of the next batch come within 4 and 5 of this one: its marker takes
+the place of the cleared one, and a batch costs one commit. A crash before its handlers ran then has them run one by
+one all the same; that is slower, and nobody is blamed, since only a marker of a single event blames it, and such a
+marker is always committed by itself, right before its handler runs.
 """
 
 import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,49 +27,37 @@ from .. import clock
 from ..errors import DuplicateEvent, InvalidSetting, OnceboxError
 from ..event import NewEvent
 from ..sources.base import Message, Progress, SourcePartition
-from ..states.base import Space, StatePartition, Write
+from ..states.base import KEY_BYTES_MAX, Space, StatePartition, Write
 from ..stores.base import OutboxStore, Query
 from . import records
 from .app import Permanent, Processor, Runner, State
-from .memory import Entry, Memory, Overlay, key_bytes, writes
+from .memory import Entry, Memory, Overlay, writes
 from .progress import Tracker
 from .requests import Requests
+from .waiting import Tried, Waiting
 
 log = logging.getLogger(__name__)
 
 POLL = timedelta(milliseconds=100)
 FORWARD_MAX = 1_000
+NO_TIME = timedelta(0)
+PREFETCHED_MAX = KEY_BYTES_MAX // 4  # characters of a key that fits for sure
 HOLD = 5.0  # seconds between two words to the source about what is still worked on
 DIED = "the process died while this event was handled, alone"
 AtStep = Callable[[str], None]
 
 
 @dataclass(slots=True)
-class Tried:
-    """A message that was delivered, or a dead letter that is redriven, and is not finished."""
-
-    message: Message
-    identity: bytes
-    failures: int = 0
-    due: float = 0.0
-    twins: list[Message] = field(default_factory=list)  # the same event at other positions
-    letter: records.DeadLetter | None = None  # of one that is redriven: its source was told long ago
-
-    @property
-    def messages(self) -> list[Message]:
-        """All that is done when this is."""
-        return [self.message, *self.twins] if self.letter is None else self.twins
-
-
-@dataclass(slots=True)
 class Change:
     """Everything that one commit writes."""
 
-    state: dict[bytes, Entry] = field(default_factory=dict)
+    state: dict[str, Entry] = field(default_factory=dict)
     emitted: list[NewEvent] = field(default_factory=list)
     finished: list[Tried] = field(default_factory=list)
     failed: list[tuple[Tried, str]] = field(default_factory=list)
+    skipped: list[Tried] = field(default_factory=list)  # not run: one of their key failed before them
     letters: list[records.DeadLetter] = field(default_factory=list)
+    unhandled: int = 0  # of a type that nobody handles
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +160,11 @@ class Engine:
         self._tracker = Tracker(self._start(found.get(self._checkpoint)))
         self._checkpointed = self._checkpoint in found
         self._held_at = clock.monotonic()
-        self._waiting: dict[bytes, Tried] = {}  # by identity, in the order of their positions
-        self._suspects = self._recover(found)
+        self._waiting = Waiting(self._recover(found))
+        self._failures = self._failed_before()
+        self._marked: list[Tried] = []  # the next batch, if its marker is committed already
+        self._trouble: OnceboxError | None = None  # what the source said while a batch was at work
+        self._plenty = False  # the source had as much as was asked for, or nearly
         self._next_outgoing = self._first_free()
         self._requests = Requests(app, state, self._admit)
 
@@ -178,9 +174,11 @@ class Engine:
         return self._app.name
 
     def close(self) -> None:
-        """Give back what is unfinished."""
+        """Give back what is unfinished; a batch that was announced and never ran has not started."""
         self._runner.close()
-        self._source.close([message for tried in self._waiting.values() for message in tried.messages])
+        if self._marked:
+            self._unmark()
+        self._source.close(self._waiting.messages())
 
     def _start(self, checkpoint: bytes | None) -> Progress:
         """Where the checkpoint says or, the first time, where the source began."""
@@ -197,7 +195,7 @@ class Engine:
             return suspects
         changes = [Write(Space.CHECKPOINTS, records.STARTED, None)]
         if len(started) == 1:
-            failures = self._failures(started)[started[0]] + 1
+            failures = failures_of(self._state.get(Space.RETRIES, started).get(started[0])) + 1
             changes.append(Write(Space.RETRIES, started[0], retry_bytes(failures, DIED)))
             log.error("%s: %s", self.name, DIED)
         suspects |= set(started)
@@ -205,39 +203,46 @@ class Engine:
         self._state.commit(changes)
         return suspects
 
-    def _failures(self, identities: Sequence[bytes]) -> dict[bytes, int]:
-        found = self._state.get(Space.RETRIES, identities)
-        return {one: failures_of(found.get(one)) for one in identities}
+    def _failed_before(self) -> dict[bytes, int]:
+        """How often each unfinished event has failed; nobody else writes it, so it is read once."""
+        return {key: failures_of(value) for key, value in self._pages(Space.RETRIES)}
 
     def _first_free(self) -> int:
         last = 0
-        after: bytes | None = None
-        while page := self._state.scan(Space.OUTGOING, after=after):
-            after = page[-1][0]
-            last = int.from_bytes(after)
+        for key, _ in self._pages(Space.OUTGOING):
+            last = int.from_bytes(key)
         return last + 1
+
+    def _pages(self, space: Space) -> Iterator[tuple[bytes, bytes]]:
+        after: bytes | None = None
+        while page := self._state.scan(space, after=after):
+            yield from page
+            after = page[-1][0]
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def step(self, *, wait: timedelta = POLL) -> Round:
         """One turn: a batch from the source and what is due again, to its end."""
         self._hold()
-        skipped = self._take(wait)  # 1
         self._requests.turn()
-        batch = self._batch()
+        batch, self._marked = self._marked, []
+        skipped = 0 if batch else self._take(wait)  # 1
+        marked, batch = bool(batch), batch or self._batch()
         if not batch:
             self._forward()
             return Round(skipped=skipped)
         self._at("taken")
-        self._mark(batch)  # 2
+        if not marked:
+            self._mark(batch)  # 2
         self._at("marked")
         try:
-            change, unhandled = self._handle(batch)  # 3
+            change = self._handle(batch)  # 3
             self._at("handled")
+            self._hold_back(change)
+            skipped += self._announce()  # 1, 2 of the next batch
             self._commit(change)  # 4, 5
         except Exception:  # not the handlers' fault, and this process lives: no event is to blame
-            with suppress(OnceboxError):
-                self._state.commit([Write(Space.CHECKPOINTS, records.STARTED, None)])
+            self._unmark()
             raise
         self._at("committed")
         self._source.ack([message for tried in change.finished for message in tried.messages])  # 6
@@ -248,7 +253,7 @@ class Engine:
             skipped=skipped,
             failed=len(change.failed),
             dead=len(change.letters),
-            unhandled=unhandled,
+            unhandled=change.unhandled,
         )
 
     def _hold(self) -> None:
@@ -256,7 +261,7 @@ class Engine:
         if clock.monotonic() - self._held_at < HOLD or not self._waiting:
             return
         self._held_at = clock.monotonic()
-        lost = self._source.hold([message for tried in self._waiting.values() for message in tried.messages])
+        lost = self._source.hold(self._waiting.messages())
         if lost:
             log.warning("%s: the source has given %d events to others; their effects happen once", self.name, len(lost))
 
@@ -269,102 +274,92 @@ class Engine:
 
     def _take(self, wait: timedelta) -> int:
         """New messages, if there is room for them; those that are done already are acknowledged again."""
-        limits = self._app.limits
-        if max(self._tracker.held, len(self._waiting)) >= limits.waiting_max:
+        if self._trouble is not None:
+            raise self._trouble
+        limits, ready = self._app.limits, self._waiting.ready(clock.monotonic())
+        room = limits.batch_max - ready
+        if room <= 0 or max(self._tracker.held, len(self._waiting)) >= limits.waiting_max:
             return 0
-        pause = timedelta(0) if self._due() else wait
-        messages = self._source.poll(limits.batch_max, bytes_max=limits.batch_bytes_max, timeout=pause)
+        messages = self._source.poll(room, bytes_max=limits.batch_bytes_max, timeout=NO_TIME if ready else wait)
+        self._plenty = 2 * len(messages) >= room
+        return self._sort(messages) if messages else 0
+
+    def _sort(self, messages: Sequence[Message]) -> int:
+        """What is new waits for its turn, what is done is acknowledged again; how many were done."""
         identities = [records.identity(message) for message in messages]
-        known = self._state.get(Space.INBOX, identities) if messages else {}
-        failures = self._failures(identities) if messages else {}
+        known: Collection[Any] = self._state.get(Space.INBOX, identities)
+        covered = self._tracker.delivered([message.position for message in messages])
+        if not self._log_source:
+            covered = ()
         done: list[Message] = []
         for message, identity in zip(messages, identities, strict=True):
-            covered = self._log_source and self._tracker.covers(message.position)
-            self._tracker.delivered(message.position)
-            if covered or identity in known:
-                self._tracker.finished(message.position)
+            if identity in known or message.position in covered:
                 done.append(message)
-            elif identity in self._waiting:  # a duplicate of one that is not finished: done when that one is
-                self._waiting[identity].twins.append(message)
             else:
-                self._waiting[identity] = Tried(message, identity, failures[identity])
-        self._source.ack(done)
+                self._waiting.add(message, identity, self._failures.get(identity, 0))
+        if done:
+            self._tracker.finished([message.position for message in done])
+            self._source.ack(done)
         return len(done)
 
     def _admit(self, letters: Sequence[records.DeadLetter]) -> set[bytes]:
         """Let dead letters be handled again, behind what waits; how often each has failed since is kept (EO-06)."""
         taken = {letter.identity: letter for letter in letters if letter.identity not in self._waiting}
-        failures = self._failures(list(taken)) if taken else {}
         for identity, letter in taken.items():
             message = Message(letter.position, letter.event, letter.replays)
-            self._waiting[identity] = Tried(message, identity, failures[identity], letter=letter)
+            self._waiting.add(message, identity, self._failures.get(identity, 0), letter)
         return set(taken)
 
-    def _due(self) -> list[Tried]:
-        """What may run now: of each key the oldest unfinished event first, and nothing behind one that waits."""
-        now = clock.monotonic()
-        held: set[str] = set()
-        ready: list[Tried] = []
-        for tried in self._waiting.values():
-            key = tried.message.event.ordering_key
-            if key is not None and key in held:
-                continue
-            if tried.due > now:
-                if key is not None:
-                    held.add(key)
-                continue
-            ready.append(tried)
-        return ready
-
     def _batch(self) -> list[Tried]:
-        """What has failed before, or is suspect, runs alone when it comes first; all others together."""
-        batch: list[Tried] = []
-        held: set[str | None] = set()
-        for tried in self._due()[: self._app.limits.batch_max]:
-            key = tried.message.event.ordering_key
-            if key is not None and key in held:
-                continue
-            if not (tried.failures or tried.identity in self._suspects):
-                batch.append(tried)
-            elif not batch:
-                return [tried]
-            else:
-                held.add(key)
-        return batch
+        return self._waiting.batch(self._app.limits.batch_max, clock.monotonic())
 
     # --- 2 ----------------------------------------------------------------------------------------------------------
 
     def _mark(self, batch: Sequence[Tried]) -> None:
-        marker = records.identities_bytes(tried.identity for tried in batch)
-        changes = [Write(Space.CHECKPOINTS, records.STARTED, marker)]
+        changes = [Write(Space.CHECKPOINTS, records.STARTED, _marker(batch))]
         if not self._checkpointed:  # where a log began is found again by nothing else
             changes.append(Write(Space.CHECKPOINTS, self._checkpoint, records.progress_bytes(self._tracker.progress)))
             self._checkpointed = True
         self._state.commit(changes)
 
+    def _unmark(self) -> None:
+        with suppress(OnceboxError):
+            self._state.commit([Write(Space.CHECKPOINTS, records.STARTED, None)])
+
+    def _announce(self) -> int:
+        """While much is waiting, choose the next batch, so that its marker is committed with this one's change."""
+        skipped = 0
+        if self._plenty:
+            try:
+                skipped = self._take(NO_TIME)
+            except OnceboxError as error:  # told when this batch, which has nothing to do with it, is committed
+                self._trouble = error
+        self._marked = self._waiting.plain(self._app.limits.batch_max, clock.monotonic())
+        return skipped
+
     # --- 3 ----------------------------------------------------------------------------------------------------------
 
-    def _handle(self, batch: Sequence[Tried]) -> tuple[Change, int]:
+    def _handle(self, batch: Sequence[Tried]) -> Change:
         change = Change()
-        unhandled = 0
-        stopped: set[str] = set()
-        keys = {tried.message.event.ordering_key for tried in batch} - {None}
-        self._memory.prefetch([key_bytes(key) for key in keys if key is not None])
+        stopped: set[str | None] = set()
+        keys = {tried.message.event.ordering_key for tried in batch}
+        self._memory.prefetch([key for key in keys if key and len(key) <= PREFETCHED_MAX])
         for tried in batch:
             self._hold()
-            key = tried.message.event.ordering_key
-            if key is not None and key in stopped:
+            event = tried.message.event
+            if event.ordering_key in stopped:
+                change.skipped.append(tried)
                 continue
-            handler = self._app.handler(tried.message.event.event_type)
+            handler = self._app.handler(event.event_type)
             if tried.failures > self._app.max_retries:  # it killed its process once too often to be run again
                 change.letters.append(self._letter(tried, tried.failures, DIED, ""))
                 change.finished.append(tried)
             elif handler is None:
-                unhandled += 1
+                change.unhandled += 1
                 change.finished.append(tried)
-            elif not self._run(handler, tried, change) and key is not None:
-                stopped.add(key)
-        return change, unhandled
+            elif not self._run(handler, tried, change) and event.ordering_key is not None:
+                stopped.add(event.ordering_key)
+        return change
 
     def _run(self, handler: Any, tried: Tried, change: Change) -> bool:
         """Whether the key may go on: the handler ended well, or its event is given up."""
@@ -380,6 +375,14 @@ class Engine:
         change.emitted += context.emitted
         change.finished.append(tried)
         return True
+
+    def _hold_back(self, change: Change) -> None:
+        """What failed has a turn again after a while, and what comes after it in its key not before."""
+        for tried, _ in change.failed:
+            delay = self._app.backoff(tried.failures + 1)
+            self._waiting.failed(tried, clock.monotonic() + delay.total_seconds())
+            self._failures[tried.identity] = tried.failures
+        self._waiting.held_back(change.skipped)
 
     def _note(self, tried: Tried, error: Exception, change: Change) -> bool:
         """Count a failure; past `max_retries`, or when no retry helps, the event is given up (EO-07)."""
@@ -416,32 +419,29 @@ class Engine:
     # --- 4, 5 -------------------------------------------------------------------------------------------------------
 
     def _commit(self, change: Change) -> None:
-        for tried in change.finished:
-            for message in tried.messages:
-                self._tracker.finished(message.position)
-        suspects = self._suspects - {tried.identity for tried in change.finished}
-        self._state.commit([*self._records(change, suspects), *writes(change.state)])
+        done = change.finished
+        self._tracker.finished([message.position for tried in done for message in tried.messages])
+        self._state.commit([*self._records(change), *writes(change.state)])
         self._memory.committed(change.state)
-        self._suspects = suspects
+        self._waiting.finished(done)
         self._next_outgoing += len(change.emitted)
-        for tried in change.finished:
-            del self._waiting[tried.identity]
-        for tried, _ in change.failed:
-            tried.failures += 1
-            tried.due = clock.monotonic() + self._app.backoff(tried.failures).total_seconds()
+        if self._failures:
+            for tried in done:
+                self._failures.pop(tried.identity, None)
 
-    def _records(self, change: Change, suspects: set[bytes]) -> list[Write]:
-        expires_at = clock.now() + self._app.inbox
+    def _records(self, change: Change) -> list[Write]:
+        expires_at, inbox = clock.now() + self._app.inbox, Space.INBOX
         found = [
             Write(Space.CHECKPOINTS, self._checkpoint, records.progress_bytes(self._tracker.progress)),
-            Write(Space.CHECKPOINTS, records.STARTED, None),
+            Write(Space.CHECKPOINTS, records.STARTED, _marker(self._marked)),
         ]
-        if suspects != self._suspects:
-            found.append(Write(Space.CHECKPOINTS, records.SUSPECTS, records.identities_bytes(suspects) or None))
-        found += [Write(Space.INBOX, tried.identity, b"", expires_at) for tried in change.finished]
+        if suspects := self._waiting.suspects:
+            left = suspects.difference(tried.identity for tried in change.finished)
+            found.append(Write(Space.CHECKPOINTS, records.SUSPECTS, records.identities_bytes(left) or None))
+        found += [Write(inbox, tried.identity, b"", expires_at) for tried in change.finished]
         found += [Write(Space.RETRIES, tried.identity, None) for tried in change.finished if tried.failures]
         found += [
-            Write(Space.RETRIES, tried.identity, retry_bytes(tried.failures + 1, told)) for tried, told in change.failed
+            Write(Space.RETRIES, tried.identity, retry_bytes(tried.failures, told)) for tried, told in change.failed
         ]
         found += [
             Write(Space.DEAD_LETTERS, letter.identity, records.dead_letter_bytes(letter)) for letter in change.letters
@@ -475,6 +475,10 @@ def append_once(outbox: OutboxStore, events: Sequence[NewEvent]) -> None:
         ids = [event.event_id for event in events]
         there: set[UUID] = {one.event.event_id for one in outbox.find(Query(event_ids=ids), limit=len(ids))}
         outbox.append([event for event in events if event.event_id not in there])
+
+
+def _marker(batch: Sequence[Tried]) -> bytes | None:
+    return records.identities_bytes(tried.identity for tried in batch) or None
 
 
 def retry_bytes(failures: int, error: str) -> bytes:

@@ -2,14 +2,18 @@
 
 import json
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
+from heapq import merge
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from .. import clock
 from ..states.base import KEY_BYTES_MAX, Space, StateView, Write
 
 _BYTES, _JSON = b"b", b"j"
+_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_unjson = json.JSONDecoder().decode
 SCAN_PAGE = 1_000
 
 
@@ -22,17 +26,22 @@ class Entry(NamedTuple):
 
 def encoded(value: Any) -> bytes:
     """Bytes as they are, anything else as JSON; a leading letter tells them apart."""
+    if type(value) is int:  # most states are counts: a tenth of the time
+        return b"j%d" % value
     if isinstance(value, bytes):
         return _BYTES + value
     try:
-        return _JSON + json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+        return _JSON + _json(value).encode()
     except (TypeError, ValueError) as error:
         raise TypeError(f"state holds bytes, or what JSON can say; not this: {error}") from error
 
 
 def decoded(value: bytes) -> Any:
     """The opposite of `encoded`."""
-    return value[1:] if value[:1] == _BYTES else json.loads(value[1:])
+    said = value[1:]
+    if value[:1] == _BYTES:
+        return said
+    return int(said) if said.isdigit() else _unjson(said.decode())
 
 
 def key_bytes(key: str) -> bytes:
@@ -45,6 +54,13 @@ def key_bytes(key: str) -> bytes:
     return found
 
 
+def checked(key: str) -> str:
+    """The key, if stores can keep it."""
+    if not (type(key) is str and key.isascii() and 0 < len(key) <= KEY_BYTES_MAX):
+        key_bytes(key)
+    return key
+
+
 class Memory:
     """The committed state, as far as it was written or read lately. Its owner is the only writer, so it is not stale.
 
@@ -54,64 +70,70 @@ class Memory:
     def __init__(self, view: StateView, cache_max: int) -> None:
         self._view = view
         self._cache_max = cache_max
-        self._cache: OrderedDict[bytes, Entry] = OrderedDict()
-        self._read: dict[bytes, bytes | None] = {}
+        self._cache: OrderedDict[str, Entry] = OrderedDict()
+        self._read: dict[str, bytes | None] = {}
 
-    def prefetch(self, keys: Collection[bytes]) -> None:
+    def prefetch(self, keys: Collection[str]) -> None:
         """Read those that are not known yet, all at once."""
-        missing = [key for key in keys if key not in self._cache and key not in self._read]
+        missing = {key: key_bytes(key) for key in keys if key not in self._cache and key not in self._read}
         if missing:
-            found = self._view.get(Space.STATE, missing)
-            self._read |= {key: found.get(key) for key in missing}
+            found = self._view.get(Space.STATE, list(missing.values()))
+            self._read |= {key: found.get(stored) for key, stored in missing.items()}
 
-    def get(self, key: bytes) -> bytes | None:
+    def get(self, key: str) -> bytes | None:
         """What is committed under a key."""
-        if key not in self._cache:
-            self.prefetch([key])
+        entry = self._cache.get(key)
+        if entry is None:
+            if key not in self._read:
+                self.prefetch([key])
             return self._read[key]
         self._cache.move_to_end(key)
-        value, expires_at = self._cache[key]
+        value, expires_at = entry
         return None if expires_at is not None and expires_at <= clock.now() else value
 
-    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
+    def scan(self, prefix: str) -> Iterator[tuple[bytes, bytes]]:
         """What is committed under all keys that begin so."""
         after: bytes | None = None
-        while page := self._view.scan(Space.STATE, prefix, after=after, limit=SCAN_PAGE):
+        while page := self._view.scan(Space.STATE, prefix.encode(), after=after, limit=SCAN_PAGE):
             yield from page
             after = page[-1][0]
 
-    def committed(self, changes: Mapping[bytes, Entry]) -> None:
+    def committed(self, changes: Mapping[str, Entry]) -> None:
         """Note what was written."""
         self._read.clear()
+        cache = self._cache
         for key, entry in changes.items():
-            self._cache[key] = entry
-            self._cache.move_to_end(key)
-        while len(self._cache) > self._cache_max:
-            self._cache.popitem(last=False)
+            cache[key] = entry
+            cache.move_to_end(key)
+        while len(cache) > self._cache_max:
+            cache.popitem(last=False)
 
 
 class Overlay:
     """The `ctx.state` of one handler: dropped when it fails, merged into the batch when it ends well."""
 
-    def __init__(self, memory: Memory, batch: Mapping[bytes, Entry]) -> None:
+    __slots__ = ("_batch", "_memory", "changes")
+
+    def __init__(self, memory: Memory, batch: Mapping[str, Entry]) -> None:
         self._memory = memory
         self._batch = batch
-        self.changes: dict[bytes, Entry] = {}
+        self.changes: dict[str, Entry] = {}
 
     def get(self, key: str, default: Any = None) -> Any:
         """See `State.get`."""
-        found = self._value(key_bytes(key))
+        entry = self.changes.get(key) or self._batch.get(key)
+        found = self._memory.get(checked(key)) if entry is None else entry.value
         return default if found is None else decoded(found)
 
     def put(self, key: str, value: Any, *, ttl: timedelta | None = None) -> None:
         """See `State.put`."""
         if ttl is not None and ttl <= timedelta(0):
             raise ValueError(f"a ttl of {ttl}: give a time above 0")
-        self.changes[key_bytes(key)] = Entry(encoded(value), None if ttl is None else clock.now() + ttl)
+        self.changes[checked(key)] = Entry(encoded(value), None if ttl is None else clock.now() + ttl)
 
     def delete(self, key: str) -> None:
         """See `State.delete`."""
-        self.changes[key_bytes(key)] = Entry(None)
+        self.changes[checked(key)] = Entry(None)
 
     def add(self, key: str, number: int = 1) -> int:
         """See `State.add`."""
@@ -122,21 +144,24 @@ class Overlay:
         return value + number
 
     def scan(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
-        """See `State.scan`."""
-        start = prefix.encode()
-        fresh = {key: entry.value for key, entry in {**self._batch, **self.changes}.items() if key.startswith(start)}
-        known = {key: value for key, value in self._memory.scan(start) if key not in fresh}
-        merged = {**known, **{key: value for key, value in fresh.items() if value is not None}}
-        for key in sorted(merged):
-            yield key.decode(), decoded(merged[key])
-
-    def _value(self, key: bytes) -> bytes | None:
-        for changes in (self.changes, self._batch):
-            if key in changes:
-                return changes[key].value
-        return self._memory.get(key)
+        """See `State.scan`: what this batch has put over what is committed, page by page."""
+        put = {**self._batch, **self.changes}
+        fresh = sorted((key.encode(), put[key].value) for key in put if key.startswith(prefix))
+        for key, value in _over(self._memory.scan(prefix), fresh):
+            yield key.decode(), decoded(value)
 
 
-def writes(changes: Mapping[bytes, Entry]) -> list[Write]:
+def _over(
+    known: Iterable[tuple[bytes, bytes]], fresh: Iterable[tuple[bytes, bytes | None]]
+) -> Iterator[tuple[bytes, bytes]]:
+    """Two streams in the order of their keys as one; of two values the fresh one, and a key without one is left out."""
+    last: bytes | None = None
+    for key, value in merge(fresh, known, key=itemgetter(0)):  # of equal keys the fresh one comes first
+        if key != last and value is not None:
+            yield key, value
+        last = key
+
+
+def writes(changes: Mapping[str, Entry]) -> list[Write]:
     """What a batch has put, as a state store takes it."""
-    return [Write(Space.STATE, key, value, expires_at) for key, (value, expires_at) in changes.items()]
+    return [Write(Space.STATE, key.encode(), value, expires_at) for key, (value, expires_at) in changes.items()]

@@ -1,6 +1,9 @@
 """Which messages of a partition are done: a low-water mark, and the few that are done above it."""
 
-import heapq
+from collections import deque
+from collections.abc import Collection, Sequence
+from itertools import chain
+from operator import gt
 
 from ..sources.base import Position, Progress
 
@@ -13,29 +16,37 @@ class Tracker:
     """
 
     def __init__(self, progress: Progress) -> None:
-        self._low = self._top = progress.low
+        self._low = progress.low
         self._done = set(progress.done)
         self._open: set[Position] = set()
-        self._heap: list[Position] = [*progress.done]
-        heapq.heapify(self._heap)
+        self._order: deque[Position] = deque()  # what was delivered above the mark, the lowest first
 
-    def delivered(self, position: Position) -> None:
-        """Note a message, done or not."""
-        self._top = position if self._top is None else max(self._top, position)
-        if position not in self._open and not self.covers(position):
-            self._open.add(position)
-            heapq.heappush(self._heap, position)
+    def delivered(self, positions: Sequence[Position]) -> Collection[Position]:
+        """Note messages, done or not; those of them that are done."""
+        if not positions:
+            return ()
+        low, covered = self._low, frozenset[Position]()
+        if self._done or (low is not None and min(positions) <= low):
+            covered = frozenset(position for position in positions if self.covers(position))
+            positions = [position for position in positions if low is None or position > low]
+        self._open.update(position for position in positions if position not in covered)
+        last = [self._order[-1]] if self._order else positions[:1]
+        self._order.extend(positions)
+        if any(map(gt, chain(last, positions), positions)):
+            self._order = deque(sorted(set(self._order)))
+        return covered
 
-    def finished(self, position: Position) -> None:
-        """Note that a message has had its effect; the mark rises as far as nothing below it is open."""
-        self._open.discard(position)
-        if self._low is None or position > self._low:
-            self._done.add(position)
-        while self._heap and self._heap[0] not in self._open and self._top is not None and self._heap[0] <= self._top:
-            first = heapq.heappop(self._heap)
-            if first in self._done:
-                self._done.discard(first)
-                self._low = first if self._low is None else max(self._low, first)
+    def finished(self, positions: Collection[Position]) -> None:
+        """Note that messages have had their effect; the mark rises as far as nothing below it is open."""
+        opened, order, mark = self._open, self._order, self._low
+        opened.difference_update(positions)
+        while order and order[0] not in opened:
+            mark = order.popleft()
+        self._low = mark
+        if mark is None or (positions and max(positions) > mark):
+            self._done.update(positions)
+        if self._done and mark is not None:
+            self._done = {position for position in self._done if position > mark}
 
     def covers(self, position: Position) -> bool:
         """Whether the message at this position is done."""

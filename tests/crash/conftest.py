@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from oncebox.testing.servers import PostgreSQL
+from oncebox.wiring import open_store
 from tests.crash.relay_process import Orders
 from tests.crash.target import TARGETS, Target, target
 from tests.relay.conftest import (  # noqa: F401 - fixtures
@@ -56,6 +58,17 @@ def end(process: "subprocess.Popen[str]") -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+
+
+@pytest.fixture(scope="session")
+def swift_postgresql() -> Iterator[PostgreSQL]:
+    """A server that no test kills, only its clients: what it never brings to the disk is not missed."""
+    with PostgreSQL({"fsync": "off", "full_page_writes": "off"}) as server:
+        store = open_store(server.url, check_schema=False)
+        store.migrate()
+        store.close()
+        server.psql('create database "migrated" template "postgres"')
+        yield server
 
 
 @pytest.fixture(params=TARGETS)

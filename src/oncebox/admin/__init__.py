@@ -1,5 +1,6 @@
-"""What operators do to a store: look, replay, kill, reschedule, prune, and set; each change is audited."""
+"""What operators do: to a store and its events, and to a processor's dead letters and state; each change is audited."""
 
+from .letters import LetterQuery, Letters
 from .operations import Operations, Progress
 
-__all__ = ["Operations", "Progress"]
+__all__ = ["LetterQuery", "Letters", "Operations", "Progress"]

@@ -4,6 +4,7 @@ An export is lines of JSON: a head that names the processor, one line for each e
 an end that counts them, so that half a file is not taken for a whole one.
 """
 
+import difflib
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +36,7 @@ class Entry(NamedTuple):
 
 def entries(store: StateStore, processor: str) -> Iterator[Entry]:
     """All that a processor keeps, partition by partition, also while it runs; each page is of one moment."""
-    for partition in range(_partitions(store, processor)):
+    for partition in range(partitions_of(store, processor)):
         try:
             view = store.look(processor, partition)
         except InvalidSetting:  # nobody has owned it yet
@@ -50,7 +51,7 @@ def entries(store: StateStore, processor: str) -> Iterator[Entry]:
 
 def exported(store: StateStore, processor: str) -> Iterator[str]:
     """The lines of an export. Stop the processor, if all of it must be of one moment."""
-    head = {"oncebox_state": FORMAT, "processor": processor, "partitions": _partitions(store, processor)}
+    head = {"oncebox_state": FORMAT, "processor": processor, "partitions": partitions_of(store, processor)}
     yield json.dumps(head)
     count = 0
     for count, entry in enumerate(entries(store, processor), 1):  # noqa: B007 - the last one is the number of all
@@ -87,10 +88,13 @@ def repartitioned(
     return _write(into, copy, partitions, moved)
 
 
-def _partitions(store: StateStore, processor: str) -> int:
+def partitions_of(store: StateStore, processor: str) -> int:
+    """How many partitions a processor's state has; `InvalidSetting` if there is none, naming what was meant."""
     known = store.processors()
     if processor not in known:
-        raise InvalidSetting(f"there is no state of {processor!r} here; known: {', '.join(known) or 'none'}")
+        near = difflib.get_close_matches(processor, known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise InvalidSetting(f"there is no state of {processor!r} here; {hint}known: {', '.join(known) or 'none'}")
     return known[processor]
 
 

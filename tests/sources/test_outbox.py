@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from oncebox import clock
-from oncebox.errors import InvalidSetting, UnknownSource
-from oncebox.event import NewEvent, State
-from oncebox.sources.base import Progress
+from oncebox.errors import InvalidSetting, PositionGone, UnknownSource
+from oncebox.event import NewEvent, Published, State
+from oncebox.sources.base import Message, Progress, SourcePartition
 from oncebox.sources.outbox import OutboxSource
 from oncebox.stores.base import OutboxStore, Query
 from oncebox.testing.publishing import given
@@ -100,7 +100,6 @@ def test_replays_are_counted(store: OutboxStore, source: OutboxSource) -> None:
     ("options", "told"),
     [
         ("partitions=4", "an outbox has one"),
-        ("mode=read", "mode=read is not there yet"),
         ("mode=steal", "one of claim, read"),
         ("lease=1ms", "lease"),
     ],
@@ -118,3 +117,82 @@ def test_an_outbox_has_no_second_partition(source: OutboxSource) -> None:
 def test_a_source_that_nobody_knows_is_told_with_those_that_are_near() -> None:
     with pytest.raises(UnknownSource, match="did you mean kafka:"):
         open_source("kafk://broker", consumer="totals")
+
+
+# --- mode=read ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log(store: OutboxStore, url: str) -> Iterator[OutboxSource]:
+    source = OutboxSource.open(f"outbox+{url}?mode=read&busy_timeout=5s", consumer="totals")
+    yield source
+    source.close()
+
+
+def take(part: SourcePartition, limit: int = 100) -> list[Message]:
+    return part.poll(limit, bytes_max=1 << 20, timeout=MOMENT)
+
+
+def prune(store: OutboxStore) -> int:
+    audit_id = store.begin_audit(who="op", action="prune", why=None, what={})
+    return store.prune(published_after=timedelta(0), dead_after=None, limit=100, audit_id=audit_id).count
+
+
+def test_reading_beside_a_relay_claims_nothing_and_sees_all(store: OutboxStore, log: OutboxSource) -> None:
+    part = log.partition(0, Progress(), owner="one")
+    store.finalize([(one, Published()) for one in store.claim(worker="relay", limit=4, lease=timedelta(minutes=1))])
+    store.claim(worker="relay", limit=3, lease=timedelta(minutes=1))
+    found = take(part)
+    assert [message.event.payload for message in found] == [b"%d" % number for number in range(10)]
+    part.ack(found)
+    part.close()
+    assert counts(store) == {State.PUBLISHED: 4, State.CLAIMED: 3, State.PENDING: 3}
+
+
+def test_a_replay_is_not_seen_by_who_only_reads(store: OutboxStore, log: OutboxSource) -> None:
+    part = log.partition(0, Progress(), owner="one")
+    part.ack(take(part))
+    store.finalize([(one, Published()) for one in store.claim(worker="relay", limit=10, lease=timedelta(minutes=1))])
+    audit_id = store.begin_audit(who="op", action="replay", why=None, what={})
+    assert store.replay(Query(), limit=10, after=0, audit_id=audit_id).count == 10
+    assert take(part) == []
+    again = log.partition(0, Progress(), owner="two")
+    assert [message.replays for message in take(again)] == [0] * 10
+
+
+def test_retention_waits_until_a_reader_is_done(store: OutboxStore, log: OutboxSource) -> None:
+    part = log.partition(0, Progress(), owner="one")
+    store.finalize([(one, Published()) for one in store.claim(worker="relay", limit=10, lease=timedelta(minutes=1))])
+    found = take(part)
+    part.ack(found[:9])
+    part.close(found[9:])
+    clock.sleep(0.002)  # an event is old enough as soon as the store's clock has moved
+    assert prune(store) == 0
+    second = log.partition(0, Progress(found[8].position), owner="two")
+    second.ack(take(second))
+    second.close()
+    assert given.patiently(lambda: prune(store) == 10)
+
+
+def test_a_checkpoint_of_another_outbox_stops_the_reader(store: OutboxStore, log: OutboxSource) -> None:
+    part = log.partition(0, Progress(), owner="one")
+    seq, mark = take(part)[-1].position
+    for low in ((seq, mark + 1), (seq + 1, mark)):
+        with pytest.raises(PositionGone, match="another outbox"):
+            log.partition(0, Progress(low), owner="two")
+    assert store.readers()
+
+
+def test_what_retention_took_from_a_reader_that_was_struck_off_stops_it(store: OutboxStore, log: OutboxSource) -> None:
+    part = log.partition(0, Progress(), owner="one")
+    first = take(part, 1)[0]
+    store.forget_reader("processor/totals")
+    store.finalize([(one, Published()) for one in store.claim(worker="relay", limit=10, lease=timedelta(minutes=1))])
+    assert given.patiently(lambda: prune(store) == 10)
+    with pytest.raises(PositionGone, match="pruned"):
+        take(part)
+    again = log.partition(0, Progress(first.position), owner="two")
+    with pytest.raises(PositionGone, match="pruned"):
+        take(again)
+    fresh = log.partition(0, Progress(), owner="three")
+    assert take(fresh) == []

@@ -26,7 +26,7 @@ from oncebox.errors import (
 )
 from oncebox.event import NewEvent, Published, State
 from oncebox.stores import sql
-from oncebox.stores.base import Migration
+from oncebox.stores.base import Horizon, Migration
 from oncebox.stores.postgresql import PostgreSQLStore
 from oncebox.testing.servers import MissingProgram, PgBouncer, PostgreSQL, Standby
 
@@ -543,3 +543,88 @@ def test_a_cached_plan_compares_no_event_of_a_claim_with_every_other(by_hand: ps
     assert by_hand.execute("select oncebox.finalize(%s, %s, %s, %s, %s, %s, %s)", verdicts).fetchone() == ([],)
     removed = [int(number) for plan in plans for number in re.findall(r"Removed by Join Filter: (\d+)", plan)]
     assert sum(removed) < events, [plan for plan in plans if "Removed by Join Filter" in plan]
+
+
+# --- the log -------------------------------------------------------------------------------------------------------
+
+INSERT = "insert into oncebox.event (event_type, payload) values (%s, 'x')"
+
+
+def _read(store: PostgreSQLStore, line: Horizon, after: int = 0) -> list[str]:
+    line.saw(store.log_end())
+    found = store.read_log(after=after, until=line.seq, limit=100, bytes_max=1 << 20)
+    return [event.event_type for _, event in found]
+
+
+def test_an_event_that_commits_late_with_a_smaller_seq_is_read_in_its_place(
+    store: PostgreSQLStore, postgresql_url: str
+) -> None:
+    line = Horizon()
+    with psycopg.connect(postgresql_url) as slow, psycopg.connect(postgresql_url) as quick:
+        quick.execute(INSERT, ("first",))
+        quick.commit()
+        assert _read(store, line) == ["first"]
+        slow.execute(INSERT, ("late",))
+        quick.execute(INSERT, ("early",))
+        quick.commit()
+        assert _read(store, line) == ["first"], "what comes before it is still being written"
+        slow.commit()
+        assert _read(store, line) == ["first", "late", "early"]
+        slow.execute(INSERT, ("never",))
+        quick.execute(INSERT, ("after a hole",))
+        quick.commit()
+        assert _read(store, line) == ["first", "late", "early"]
+        slow.rollback()
+        assert _read(store, line) == ["first", "late", "early", "after a hole"]
+
+
+def test_writers_that_never_all_pause_hold_nobody_up(store: PostgreSQLStore, postgresql_url: str) -> None:
+    """There is always somebody in the middle of a transaction, and never the same one for long."""
+    line, found = Horizon(), [""]
+    with psycopg.connect(postgresql_url) as one, psycopg.connect(postgresql_url) as other:
+        one.execute(INSERT, ("1",))
+        for number in range(2, 8):
+            ending, beginning = (one, other) if number % 2 == 0 else (other, one)
+            beginning.execute(INSERT, (str(number),))
+            ending.commit()
+            found = _read(store, line)
+        assert found[:5] == ["1", "2", "3", "4", "5"]
+        other.rollback()
+        one.rollback()
+
+
+def test_a_transaction_that_only_looks_or_claims_holds_no_reader_up(
+    store: PostgreSQLStore, postgresql_url: str
+) -> None:
+    store.append(_events(3))
+    with psycopg.connect(postgresql_url) as busy:
+        busy.execute("select pg_current_xact_id(), count(*) from oncebox.outbox")
+        assert len(store.claim(worker="w", limit=1, lease=LEASE)) == 1
+        assert len(_read(store, Horizon())) == 3
+        busy.rollback()
+
+
+def test_who_was_admitted_before_the_log_may_read_it(
+    by_hand: psycopg.Connection, postgresql_url: str, role: str, store: PostgreSQLStore
+) -> None:
+    by_hand.execute("drop table oncebox.log; drop function oncebox.note_pruned cascade")
+    by_hand.execute("delete from oncebox.schema_version where number >= 2")
+    by_hand.execute("select oncebox.admit(%s, 'relay')", (role,))
+    store.migrate()
+    reader = PostgreSQLStore.open(_url_of(postgresql_url, role))
+    reader.set_reader("stream", "")
+    assert reader.log_end().last == 0
+    assert reader.read_log(after=0, until=1, limit=1, bytes_max=1) == []
+    reader.close()
+
+
+def test_a_standby_cannot_say_where_the_log_ends() -> None:
+    with PostgreSQL() as primary:
+        store = PostgreSQLStore.open(primary.url, check_schema=False)
+        store.migrate()
+        store.close()
+        with Standby(primary) as standby:
+            reads = PostgreSQLStore.open(standby.url)
+            with pytest.raises(InvalidSetting, match="is a standby"):
+                reads.log_end()
+            reads.close()

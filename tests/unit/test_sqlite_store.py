@@ -142,7 +142,7 @@ def test_an_option_that_is_wrong_is_refused_with_a_hint(options: str, message: s
 def test_a_look_at_a_file_that_does_not_exist_does_not_make_it(path: Path, method: str) -> None:
     with closing(SQLiteStore.open(f"sqlite:///{path}", check_schema=False)) as opened:
         if method == "pending_migrations":
-            assert [migration.number for migration in opened.pending_migrations()] == [1]
+            assert [migration.number for migration in opened.pending_migrations()] == [1, 2]
         else:
             with pytest.raises(SchemaMissing, match="oncebox init"):
                 getattr(opened, method)()
@@ -168,6 +168,7 @@ def test_a_schema_of_another_version_names_the_way_out(
     path: Path, store: SQLiteStore, number: int, error: type[Exception], message: str
 ) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("DELETE FROM oncebox_schema WHERE number > 1")
         connection.execute("UPDATE oncebox_schema SET number = ?", (number,))
     with pytest.raises(error, match=message):
         SQLiteStore.open(f"sqlite:///{path}")
@@ -209,7 +210,7 @@ def test_of_many_processes_that_migrate_at_once_one_does(path: Path) -> None:
     processes = [SPAWN.Process(target=_migrate, args=(path, start, ran)) for _ in range(4)]
     for process in processes:
         process.start()
-    assert sorted(ran.get(timeout=120) for _ in processes) == [[], [], [], [1]]
+    assert sorted(number for _ in processes for number in ran.get(timeout=120)) == [1, 2]
     for process in processes:
         process.join()
         assert process.exitcode == 0
@@ -218,13 +219,13 @@ def test_of_many_processes_that_migrate_at_once_one_does(path: Path) -> None:
 
 def test_a_migration_that_fails_leaves_nothing_behind(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = SQLiteStore.open(f"sqlite:///{path}", check_schema=False)
-    (first,) = opened.pending_migrations()
+    first, *_ = opened.pending_migrations()
     broken = type(first)(number=1, name=first.name, sql=first.sql + "\nSELECT nonsense;\n")
     monkeypatch.setattr("oncebox.stores.sql.migrations", lambda _dialect: (broken,))
     with pytest.raises(StoreError, match="nonsense"):
         opened.migrate()
     monkeypatch.undo()
-    assert [migration.number for migration in opened.migrate()] == [1]
+    assert [migration.number for migration in opened.migrate()] == [1, 2]
     opened.close()
 
 
@@ -790,7 +791,7 @@ def test_a_change_under_an_unknown_audit_entry_does_not_happen(store: SQLiteStor
     assert store.find() == before
 
 
-@pytest.mark.parametrize("position", ["", "-1", "1.5", "first", "99"])
+@pytest.mark.parametrize("position", ["-1", "1.5", "first", "99"])
 def test_a_position_that_the_store_did_not_give_out_is_refused(store: SQLiteStore, position: str) -> None:
     with pytest.raises(InvalidSetting, match="no position of this store"):
         store.set_reader("reader", position)

@@ -1,7 +1,8 @@
-"""`outbox+sqlite:///shop.db`, `outbox+postgresql://…`: straight from an outbox, as its consumer, without a broker.
+"""`outbox+sqlite:///shop.db`, `outbox+postgresql://…`: straight from an outbox, without a broker.
 
-It claims events under a lease, and an acknowledgement is the fenced finalize that makes them PUBLISHED. So no relay
-may run beside it: each event goes to one of the two. The page docs/reference/sources.md has every option.
+As its consumer it claims events under a lease, and an acknowledgement is the fenced finalize that makes them PUBLISHED.
+So no relay may run beside it: each event goes to one of the two. With `?mode=read` it only reads, beside a relay, and
+claims nothing. The page docs/reference/sources.md has every option.
 """
 
 import logging
@@ -9,16 +10,16 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Self
+from typing import Self, cast
 from uuid import UUID
 
 from .. import clock
 from ..config import Budget
-from ..errors import InvalidSetting, SourceUnavailable, StoreUnavailable, UnknownStore
+from ..errors import InvalidSetting, PositionGone, SourceUnavailable, StoreUnavailable, UnknownStore
 from ..event import Claim, Published, Released, Verdict
 from ..publishers.message import PublisherUrl
 from ..registry import STORE_GROUP, registered
-from ..stores.base import OutboxStore, hidden_password
+from ..stores.base import Horizon, LogEnd, OutboxStore, hidden_password
 from .base import Message, Position, Progress, Source, SourceCapabilities, SourcePartition
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ SCHEME = "outbox+"
 LEASE_DEFAULT = timedelta(seconds=60)
 LEASE_MIN, LEASE_MAX = timedelta(seconds=1), timedelta(hours=1)
 BUDGET = Budget(default=1_000_000_000)  # who gives an event up is the processor, by its own count (EO-07)
+MOVE_SECONDS = 5.0  # between two words to retention about what is read
 OPTIONS = ("lease", "partitions", "mode")
 
 
@@ -48,8 +50,7 @@ class OutboxSource(Source):
                 f"partitions is {partitions}; an outbox has one, for a claim cannot choose keys: to process in "
                 "parallel, let a relay publish to Kafka or Valkey, and read from there"
             )
-        if mode == "read":
-            raise options.wrong("mode=read is not there yet: read what a relay publishes, from Kafka or Valkey")
+        self.reads = mode == "read"
         self.shown = hidden_password(url)
         self.consumer = consumer
         self._url = store_url
@@ -58,8 +59,9 @@ class OutboxSource(Source):
 
     @classmethod
     def open(cls, url: str, *, consumer: str) -> Self:
-        """Read the URL; the first question opens the store."""
-        return cls(url, consumer)
+        """Read the URL, which says whether to claim or to read; the first question opens the store."""
+        source = cls(url, consumer)
+        return cast("Self", OutboxLog(url, consumer)) if source.reads else source
 
     @property
     def name(self) -> str:
@@ -81,12 +83,15 @@ class OutboxSource(Source):
             self.store.control()
         return 1
 
-    def partition(self, number: int, progress: Progress, *, owner: str) -> "OutboxPartition":  # noqa: ARG002
+    def partition(self, number: int, progress: Progress, *, owner: str) -> SourcePartition:  # noqa: ARG002
         """Claim what is eligible, and at first what a former owner held: its leases end here."""
         if number != 0:
             raise InvalidSetting(f"{self.shown}: has one partition, and not a number {number}")
         with self.asking():
-            return OutboxPartition(self)
+            return self._partition(progress)
+
+    def _partition(self, progress: Progress) -> SourcePartition:  # noqa: ARG002 - a claim knows no positions
+        return OutboxPartition(self)
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -195,6 +200,108 @@ class OutboxPartition(SourcePartition):
             self._finalize(unfinished, Released())
         except StoreUnavailable as error:
             log.warning("%s: not released, comes again when its lease ends: %s", self._source.shown, error)
+
+
+class OutboxLog(OutboxSource):
+    """All events of an outbox in the order in which they were written, whatever becomes of them; it claims nothing.
+
+    A position is a `seq`, and which outbox it is of. It is registered as a reader under the processor's name, so
+    retention waits for it.
+    """
+
+    capabilities = SourceCapabilities()
+
+    @property
+    def name(self) -> str:
+        """Not that of the outbox whose events are claimed: its positions are others."""
+        return "outbox-log"
+
+    def _partition(self, progress: Progress) -> SourcePartition:
+        return OutboxLogPartition(self, progress)
+
+
+class OutboxLogPartition(SourcePartition):
+    """Reads on from a position, as far as nothing can be committed below."""
+
+    def __init__(self, source: OutboxLog, progress: Progress) -> None:
+        self._source = source
+        self._store = source.store
+        self._reader = f"processor/{source.consumer}"
+        self._horizon = Horizon()
+        self._held: dict[int, None] = {}  # handed out and not acknowledged, in their order
+        self._closed = False
+        if self._reader not in self._store.readers():  # before the look: what is there now is kept from here on
+            self._store.set_reader(self._reader, "")
+        end = self._look()
+        self._mark = end.mark
+        self._passed = end  # retention may remove what this look showed, once all of it is done
+        self._moved_at = clock.monotonic()
+        if progress.low is None:
+            self._after = end.pruned
+            self.origin = (self._after, self._mark)
+        else:
+            self._after = self._known(progress.low, end)
+
+    def _known(self, low: Position, end: LogEnd) -> int:
+        """The `seq` to read on from, if this is the outbox that it is of."""
+        seq, mark = low
+        if mark != end.mark or seq > end.last:
+            raise PositionGone(
+                f"{self._source.shown}: this is another outbox than the one of the checkpoint, or an older copy of it; "
+                "going on would skip events. Give the right URL, or start a processor under a new name"
+            )
+        return seq
+
+    def poll(self, limit: int, *, bytes_max: int, timeout: timedelta) -> list[Message]:
+        """What is whole by now; if there is nothing, wait for something."""
+        with self._source.asking():
+            if self._after >= self._horizon.seq:
+                self._look()
+            if self._after >= self._horizon.seq and timeout > timedelta(0):
+                self._store.wait(timeout.total_seconds())
+                self._look()
+            return self._read(limit, bytes_max) if self._after < self._horizon.seq else []
+
+    def _look(self) -> LogEnd:
+        end = self._store.log_end()
+        self._horizon.saw(end)
+        return end
+
+    def _read(self, limit: int, bytes_max: int) -> list[Message]:
+        until = self._horizon.seq
+        found = self._store.read_log(after=self._after, until=until, limit=limit, bytes_max=bytes_max)
+        self._after = found[-1][0] if found else until
+        self._held |= dict.fromkeys(seq for seq, _ in found)
+        return [Message((seq, self._mark), event) for seq, event in found]
+
+    def ack(self, messages: Sequence[Message]) -> None:
+        """Nothing to tell but the reader's position, and that seldom: what is done is known to the state."""
+        for message in messages:
+            self._held.pop(message.position[0], None)
+        if clock.monotonic() - self._moved_at > MOVE_SECONDS:
+            self._move()
+
+    def _move(self) -> None:
+        """Let retention have what is done. Best effort: what is lost of it is told the next time."""
+        self._moved_at = clock.monotonic()
+        done = next(iter(self._held), self._after + 1) - 1
+        if done < self._passed.last:
+            return
+        try:
+            self._store.set_reader(self._reader, self._passed.passed)
+            self._passed = self._look()
+        except StoreUnavailable as error:
+            log.warning("%s: retention is not told yet what is read: %s", self._source.shown, error)
+
+    def hold(self, messages: Sequence[Message]) -> Collection[Position]:  # noqa: ARG002
+        """Nobody else could get them."""
+        return ()
+
+    def close(self, unfinished: Sequence[Message] = ()) -> None:  # noqa: ARG002 - whoever opens it next reads them again
+        """Tell once more how far all is done."""
+        if not self._closed:
+            self._closed = True
+            self._move()
 
 
 def _parted(url: str) -> tuple[str, PublisherUrl]:

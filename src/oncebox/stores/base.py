@@ -1,9 +1,9 @@
 """The contract that every store keeps.
 
 A store is proven by `oncebox.testing.StoreConformance` and found by the entry point group `oncebox.stores`, whose
-name is the scheme of its URLs. It is one object with three faces: *delivery* (what a relay calls), *operations* (what
-an operator calls) and *control* (rows that relays and operators share). All times are decided by the database's clock.
-A store object may be used by several threads.
+name is the scheme of its URLs. It is one object with four faces: *delivery* (what a relay calls), *operations* (what
+an operator calls), *control* (rows that relays and operators share) and the *log* (for who only reads). All times are
+decided by the database's clock. A store object may be used by several threads.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,8 @@ from uuid import UUID
 from .. import clock
 from ..config import Budget, Control
 from ..config import hidden_password as hidden_password  # noqa: PLC0414 - every store's messages need it
-from ..event import Claim, NewEvent, Record, State, Verdict
+from ..errors import PositionGone
+from ..event import Claim, Event, NewEvent, Record, State, Verdict
 
 LEASE_RENEWALS = 3  # a claim ends at this many leases, however often it is renewed (LR-051)
 ERROR_MAX = 8_000  # characters of `last_error` that are kept
@@ -149,6 +150,39 @@ class Worker:
     seen_at: datetime | None = None
     silent_for: timedelta | None = None  # by the database's clock
     details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogEnd:
+    """Where the log of events ends at this moment, for whoever only reads it."""
+
+    mark: int  # tells this outbox from another at the same place
+    last: int  # the largest `seq` that is committed, or was before it was pruned
+    pruned: int  # the largest `seq` that retention has removed
+    writers: frozenset[str]  # transactions under way that may yet commit a `seq` below `last`
+    passed: str  # what `set_reader` takes from a reader that is done with all up to `last`
+
+
+class Horizon:
+    """Up to which `seq` a log is whole: nothing is committed below it any more.
+
+    Numbers are given out before a transaction commits, so a smaller one may come later. All that a look shows is whole
+    once the writers that were under way at that look have ended; who writes since has larger numbers.
+    """
+
+    def __init__(self) -> None:
+        self.seq = 0
+        self._next = 0  # is whole when these have ended
+        self._writers: frozenset[str] = frozenset()
+
+    def saw(self, end: LogEnd) -> None:
+        """Note one look, newer than the one before."""
+        self._writers &= end.writers
+        if not self._writers:
+            self.seq = max(self.seq, self._next)
+            self._next, self._writers = end.last, end.writers
+        if not end.writers:
+            self.seq = max(self.seq, end.last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,7 +396,8 @@ class OutboxStore(ABC):
     def set_reader(self, name: str, position: str | None = None) -> str:
         """Register a reader of the event log, or move it; return its position. None: all that is committed now.
 
-        `prune` keeps whatever a reader has not passed. A position is opaque text that the store gave out.
+        `prune` keeps whatever a reader has not passed. A position is opaque text that the store gave out; the empty
+        text is that of a reader that has passed nothing.
         """
 
     @abstractmethod
@@ -373,9 +408,32 @@ class OutboxStore(ABC):
     def readers(self) -> Mapping[str, str]:
         """The registered readers and their positions."""
 
+    # --- the log: reading only -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def log_end(self) -> LogEnd:
+        """Where the log ends now; a `Horizon` makes of several looks what may be read."""
+
+    @abstractmethod
+    def read_log(self, *, after: int, until: int, limit: int, bytes_max: int) -> list[tuple[int, Event]]:
+        """Up to `limit` events with `after` < `seq` <= `until`, oldest first, whatever their state; nothing is claimed.
+
+        With `until` within a `Horizon` the same question has the same answer, for ever or until retention removes an
+        event: then it is `PositionGone`, also when others above `after` are still there. Payloads stay together within
+        `bytes_max`, unless the first alone is larger. An event is there once, however often it is replayed.
+        """
+
     @abstractmethod
     def verify(self) -> list[str]:
         """Look for events that break an invariant (in no state or in two, a hold without a claim); one line each."""
+
+
+def pruned(place: str, after: int, until: int) -> PositionGone:
+    """What to raise when retention was faster than a reader."""
+    return PositionGone(
+        f"{place}: events above {after:,} were pruned, up to {until:,}; going on would skip them. Restore them, or "
+        "accept the loss: start under a new name, which reads what is still there"
+    )
 
 
 def storable_error(error: str) -> str:

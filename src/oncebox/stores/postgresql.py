@@ -35,6 +35,7 @@ from .base import (
     AuditEntry,
     Capabilities,
     Killed,
+    LogEnd,
     Migration,
     Order,
     OutboxStore,
@@ -46,6 +47,7 @@ from .base import (
     Step,
     Worker,
     hidden_password,
+    pruned,
     storable_error,
 )
 from .postgresql_bell import Bell
@@ -58,6 +60,7 @@ SWEEP_SHARE = 20  # a look below the cursor is not repeated within this many tim
 SHARDS = 16  # of lanes, by their top bits
 LANE_BITS = 59
 TURNS = 1 << 30
+NOTHING_PASSED = "3:3:"  # the snapshot in which no transaction that writes is to be seen
 _REFUSED = "OB001"  # raised by the guards of the schema
 
 
@@ -344,7 +347,7 @@ class PostgreSQLStore(OutboxStore):
         return [Worker(**row) for row in self._dicts("workers")]
 
     def set_reader(self, name: str, position: str | None = None) -> str:
-        place: str = self._one("set_reader", name=name, position=position)
+        place: str = self._one("set_reader", name=name, position=NOTHING_PASSED if position == "" else position)
         return place
 
     def forget_reader(self, name: str) -> bool:
@@ -352,6 +355,24 @@ class PostgreSQLStore(OutboxStore):
 
     def readers(self) -> Mapping[str, str]:
         return dict(self._run("readers"))
+
+    # --- the log ---------------------------------------------------------------------------------------------------
+
+    def log_end(self) -> LogEnd:
+        ((mark, last, pruned, passed, standby),) = self._run("log_end")
+        if standby:
+            raise InvalidSetting(
+                f"{self._place} is a standby: it does not know who is writing, so a reader would skip events; give the "
+                "primary"
+            )
+        writers = frozenset(writer for (writer,) in self._run("log_writers"))
+        return LogEnd(mark=mark, last=last, pruned=pruned, writers=writers, passed=passed)
+
+    def read_log(self, *, after: int, until: int, limit: int, bytes_max: int) -> list[tuple[int, Event]]:
+        rows = self._run("read_log", after=after, until=until, limit=limit, bytes=bytes_max)
+        if rows[0][0] > after:
+            raise pruned(self._place, after, rows[0][0])
+        return [(row[1], _event(row[2:])) for row in rows if row[1] is not None]
 
     def verify(self) -> list[str]:
         return [line for (line,) in self._run("verify")]
@@ -501,11 +522,10 @@ def _claims(rows: Sequence[TupleRow], token: UUID, worker: str, lease: timedelta
 
 
 def _record(row: TupleRow) -> Record:
-    *event, headers, metadata = row[:9]
     seq, state, attempts, failures, replays, last_error, *rest = row[9:]
     names = ("available_at", "claimed_at", "claimed_by", "locked_until", "lock_token", "published_at", "died_at")
     return Record(
-        event=Event._make([*map(_utc, event), _mapping(headers), _mapping(metadata)]),
+        event=_event(row[:9]),
         seq=seq,
         state=State(state),
         attempts=attempts,
@@ -514,6 +534,11 @@ def _record(row: TupleRow) -> Record:
         last_error=last_error,
         **{name: _utc(value) for name, value in zip(names, rest, strict=True)},
     )
+
+
+def _event(row: Sequence[Any]) -> Event:
+    *event, headers, metadata = row
+    return Event._make([*map(_utc, event), _mapping(headers), _mapping(metadata)])
 
 
 def _first(rows: Sequence[TupleRow], column: int) -> Any:

@@ -173,6 +173,33 @@ delete from oncebox.reader where name = %(name)s returning 1
 -- name: readers
 select name, position::text from oncebox.reader order by name
 
+-- name: log_end
+-- What this snapshot shows lies at or below its largest seq: a reader that is done with that has passed the snapshot.
+select l.mark, greatest(l.pruned, coalesce((select max(seq) from oncebox.event), 0)), l.pruned,
+    pg_current_snapshot()::text, pg_is_in_recovery()
+from oncebox.log l
+
+-- name: log_writers
+-- Whoever writes events locks the table before it takes its first seq, and lets go after its commit is to be seen. So
+-- after a look at `log_end`, in a statement of its own: those that had a smaller seq and have not ended are all here.
+select virtualtransaction from pg_catalog.pg_locks
+where locktype = 'relation' and relation = 'oncebox.event'::regclass and mode = 'RowExclusiveLock' and granted
+    and database = (select oid from pg_catalog.pg_database where datname = current_database())
+
+-- name: read_log
+-- One statement sees one moment: either the events are there, or it says that they were pruned. Lengths are known
+-- without reading what they are of.
+select l.pruned, e.*
+from oncebox.log l left join (
+    select seq, event_id, event_type, payload, created_at, content_type, ordering_key, partition_key, headers::text,
+        metadata::text
+    from (
+        select *, sum(octet_length(payload)) over (order by seq) as size, row_number() over (order by seq) as place
+        from (select * from oncebox.event where seq > %(after)s and seq <= %(until)s order by seq limit %(limit)s) page
+    ) sized where size <= %(bytes)s or place = 1
+) e on true
+order by e.seq
+
 -- name: verify
 -- Every event is in exactly one room, every room holds only events, and holds and claims agree.
 with placed as (

@@ -16,12 +16,13 @@ from uuid import UUID
 from .. import clock
 from ..config import Budget, Control
 from ..errors import DuplicateEvent, ForbiddenWrite, InvalidSetting, OnceboxError, StoreError
-from ..event import Claim, NewEvent, Record, State, Verdict
+from ..event import Claim, Event, NewEvent, Record, State, Verdict
 from . import sql
 from .base import (
     AuditEntry,
     Capabilities,
     Killed,
+    LogEnd,
     Migration,
     Order,
     OutboxStore,
@@ -32,11 +33,23 @@ from .base import (
     Stats,
     Step,
     Worker,
+    pruned,
     storable_error,
 )
 from .sqlite_delivery import SEQ, Expired, Lock, Stale, choose, claims_of, hold, parted, reap, within, write_verdicts
 from .sqlite_file import NEVER, SQL, Database, Location, Row, Session, Transaction
-from .sqlite_rows import MILLISECOND, age, json_texts, milliseconds, receipt_of, record_of, row_of, stamp_of, time_of
+from .sqlite_rows import (
+    MILLISECOND,
+    age,
+    event_of,
+    json_texts,
+    milliseconds,
+    receipt_of,
+    record_of,
+    row_of,
+    stamp_of,
+    time_of,
+)
 
 DIALECT: Final = "sqlite"
 SQLITE_MIN: Final = (3, 37, 0)  # STRICT tables
@@ -401,6 +414,7 @@ class SQLiteStore(OutboxStore):
         """See `OutboxStore.set_reader`. A position is the `seq` of the last event that the reader has passed."""
         with self._change() as tx:
             last_seq = tx.value("last_seq")
+            position = "0" if position == "" else position
             if position is not None and not (position.isdecimal() and int(position) <= last_seq):
                 raise InvalidSetting(f"{position!r} is no position of this store; give one that set_reader returned")
             passed = last_seq if position is None else int(position)
@@ -416,6 +430,25 @@ class SQLiteStore(OutboxStore):
         """See `OutboxStore.readers`."""
         with self._look() as look:
             return {name: str(position) for name, position in look.run("readers")}
+
+    def log_end(self) -> LogEnd:
+        """See `OutboxStore.log_end`."""
+        with self._look() as look:
+            mark, pruned_until, last = look.run("log_end").fetchone()
+        return LogEnd(mark=mark, last=last, pruned=pruned_until, writers=frozenset(), passed=str(last))
+
+    def read_log(self, *, after: int, until: int, limit: int, bytes_max: int) -> list[tuple[int, Event]]:
+        """See `OutboxStore.read_log`."""
+        with self._look() as look:
+            look.connection.execute("BEGIN")  # both statements see one moment
+            try:
+                _, gone, _ = look.run("log_end").fetchone()
+                if gone > after:
+                    raise pruned(str(self._database.location), after, gone)
+                rows = list(within(look.run("read_log", after=after, until=until, limit=_positive(limit)), bytes_max))
+            finally:
+                look.connection.execute("COMMIT")
+        return [(row[9], event_of(row)) for row in rows]
 
     def verify(self) -> list[str]:
         """See `OutboxStore.verify`."""

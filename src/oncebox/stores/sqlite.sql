@@ -475,6 +475,15 @@ DELETE FROM oncebox_reader WHERE name = :name;
 -- name: readers
 SELECT name, position FROM oncebox_reader ORDER BY name;
 
+-- name: log_end
+-- One writer at a time: what has a seq is committed in the order of seq, and nothing comes below it.
+SELECT mark, pruned, coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'oncebox_event'), 0) FROM oncebox_log;
+
+-- name: read_log
+SELECT
+    event_id, event_type, payload, created_at, content_type, ordering_key, partition_key, headers, metadata, seq
+FROM oncebox_event AS event WHERE seq > :after AND seq <= :until ORDER BY event.seq LIMIT :limit;
+
 -- name: verify
 -- What the constraints can't see, because it lies in two rows. Each finding is one line.
 SELECT 'event ' || event_id || ' is in no state' FROM oncebox_event

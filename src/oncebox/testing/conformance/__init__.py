@@ -21,6 +21,7 @@ from .deliveries import DeliveriesConformance
 from .leases import LeasesConformance
 from .lifecycle import LifecycleConformance
 from .lives import LivesConformance
+from .log import LogConformance
 from .model import ModelConformance
 from .operations import OperationsConformance
 from .ordering import OrderingConformance
@@ -45,6 +46,7 @@ class StoreCore(
     OperationsConformance,
     CountsConformance,
     ControlConformance,
+    LogConformance,
     TamperingConformance,
 ):
     """All that one process can show."""

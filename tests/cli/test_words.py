@@ -18,7 +18,7 @@ def test_every_command_of_the_help_can_be_run() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_help_of_each_command_has_examples_that_it_understands(cli: Cli, name: str) -> None:
-    outcome = cli(name, "--help")
+    outcome = cli(*name.split(), "--help")
     assert (outcome.code, outcome.err) == (0, "")
     assert "examples:\n  oncebox" in outcome.out
 
@@ -26,7 +26,7 @@ def test_the_help_of_each_command_has_examples_that_it_understands(cli: Cli, nam
 @pytest.mark.parametrize("name", NAMES)
 def test_the_help_fits_a_terminal_of_eighty_columns(cli: Cli, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    explained = cli(name, "--help").out.partition("examples:")[0]
+    explained = cli(*name.split(), "--help").out.partition("examples:")[0]
     assert max(len(line) for line in explained.splitlines()) < 80
 
 

@@ -100,7 +100,7 @@ def _content_type(payload: bytes) -> str:
 def replay(call: Call) -> int:
     """`replay`."""
     args = call.args
-    asked = replace(query(args), event_ids=_event_ids(args.event_ids))
+    asked = replace(query(args), event_ids=given_ids(args.event_ids))
     _check_replay(args, asked)
     meant = replayable(asked, everything=args.all)
     with call.operations() as operations:
@@ -136,7 +136,7 @@ def _check_replay(args: argparse.Namespace, asked: Query) -> None:
 
 def kill(call: Call) -> int:
     """`kill`."""
-    ids, audited = _event_ids(call.args.event_ids), call.audited
+    ids, audited = given_ids(call.args.event_ids), call.audited
     reason = call.args.reason or call.args.why or f"killed by {audited['who']}"
     with call.operations() as operations:
         before = operations.states(ids)
@@ -163,7 +163,7 @@ def reschedule(call: Call) -> int:
     args = call.args
     if (args.delay is None) is not args.now:
         raise WrongUse("reschedule to when? Give either --delay TIME or --now", usage_of("reschedule"))
-    ids, delay = _event_ids(args.event_ids), args.delay or timedelta(0)
+    ids, delay = given_ids(args.event_ids), args.delay or timedelta(0)
     with call.operations() as operations:
         moved = operations.reschedule(ids, delay=delay, **call.audited)
         rest = [event_id for event_id in ids if event_id not in set(moved)]
@@ -280,7 +280,7 @@ def _forget(call: Call, operations: Operations, name: str) -> int:
 # --- what several share ----------------------------------------------------------------------------------------------
 
 
-def _event_ids(given: Sequence[UUID | str]) -> tuple[UUID, ...]:
+def given_ids(given: Sequence[UUID | str]) -> tuple[UUID, ...]:
     """The ids given, and for `-` those on standard input; each once."""
     ids: dict[UUID, None] = {}
     for one in given:

@@ -12,8 +12,9 @@ from typing import Any
 
 from ..admin.operations import Operations
 from ..errors import OnceboxError
+from ..states.base import StateStore
 from ..stores.base import Query, hidden_password
-from ..wiring import open_store, store_url
+from ..wiring import open_state, open_store, store_url
 from . import documents, tables
 from .parser import WrongUse, usage_of
 from .progress import Bar
@@ -42,6 +43,20 @@ class Call:
             yield Operations(store)
         finally:
             store.close()
+
+    @contextmanager
+    def states(self) -> Iterator[StateStore]:
+        """The state store that was named, closed afterwards."""
+        store = open_state(self.args.state)
+        try:
+            yield store
+        finally:
+            store.close()
+
+    @property
+    def state(self) -> str:
+        """The state store's URL, fit to be shown."""
+        return hidden_password(self.args.state)
 
     @property
     def store(self) -> str:

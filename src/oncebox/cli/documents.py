@@ -13,8 +13,10 @@ from datetime import UTC, datetime, timedelta
 from itertools import accumulate
 from typing import Any
 
+from ..admin.letters import Found
 from ..config import Control
-from ..event import Record
+from ..event import Event, Record
+from ..processor.requests import Audited
 from ..stores.base import AuditEntry, Killed, Migration, Past, Stats
 
 DEPTH_MAX = 100  # what is nested deeper stays text: no reader has to follow it
@@ -43,17 +45,8 @@ def readable(document: Any) -> str:
 
 def event(record: Record) -> dict[str, Any]:
     """An event with all that changes about it."""
-    happened = record.event
     return {
-        "event_id": str(happened.event_id),
-        "event_type": happened.event_type,
-        **_payload(happened.payload, happened.content_type),
-        "content_type": happened.content_type,
-        "ordering_key": happened.ordering_key,
-        "partition_key": happened.partition_key,
-        "headers": dict(happened.headers),
-        "metadata": dict(happened.metadata),
-        "created_at": moment(happened.created_at),
+        **_happened(record.event),
         "seq": record.seq,
         "state": record.state,
         "attempts": record.attempts,
@@ -67,6 +60,61 @@ def event(record: Record) -> dict[str, Any]:
         "lock_token": record.lock_token and str(record.lock_token),
         "published_at": moment(record.published_at),
         "died_at": moment(record.died_at),
+    }
+
+
+def _happened(event: Event) -> dict[str, Any]:
+    return {
+        "event_id": str(event.event_id),
+        "event_type": event.event_type,
+        **_payload(event.payload, event.content_type),
+        "content_type": event.content_type,
+        "ordering_key": event.ordering_key,
+        "partition_key": event.partition_key,
+        "headers": dict(event.headers),
+        "metadata": dict(event.metadata),
+        "created_at": moment(event.created_at),
+    }
+
+
+def letter(found: Found) -> dict[str, Any]:
+    """A dead letter: the event, why it was given up, and where it stood."""
+    dead = found.letter
+    return {
+        **_happened(dead.event),
+        "replays": dead.replays,
+        "failures": dead.failures,
+        "error": dead.error,
+        "traceback": dead.traceback,
+        "died_at": moment(dead.died_at),
+        "redriven": dead.redriven,
+        "source": dead.source,
+        "partition": found.partition,
+        "position": list(dead.position),
+    }
+
+
+def asked(audited: Audited) -> dict[str, Any]:
+    """What was asked of a processor, and what became of it."""
+    return {
+        "action_id": str(audited.action_id),
+        "at": moment(audited.at),
+        "who": audited.who,
+        "action": audited.action,
+        "why": audited.why,
+        "what": dict(audited.what),
+        **became(audited),
+    }
+
+
+def became(audited: Audited) -> dict[str, Any]:
+    """How many letters were meant, and where they stand; `done_at` is null until all of them are settled."""
+    return {
+        "asked": audited.asked,
+        "done": audited.done,
+        "dead": audited.dead,
+        "passed_over": audited.passed_over,
+        "done_at": moment(audited.done_at),
     }
 
 

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,12 @@ from urllib.parse import unquote, urlsplit
 from ..errors import DuplicateEvent, OnceboxError, UsageError
 from ..stores.base import hidden_password
 from ..wiring import store_url
-from . import acting, doctor, looking, relaying, words
+from . import acting, doctor, letters, looking, relaying, words
 from .call import FAILED, INTERRUPTED, MISUSED, OK, Call, Refused
 from .parser import WrongUse, parse
 from .tables import Screen
+
+_OPTION = re.compile(r"--[a-z-]+=")
 
 RUN: Mapping[str, Callable[[Call], int]] = {
     "init": acting.migrate,
@@ -38,6 +41,11 @@ RUN: Mapping[str, Callable[[Call], int]] = {
     "relay-config": acting.relay_config,
     "relay": relaying.relay,
     "process": relaying.process,
+    "dlq list": letters.list_letters,
+    "dlq show": letters.show,
+    "dlq redrive": letters.redrive,
+    "dlq purge": letters.purge,
+    "dlq audit": letters.audit,
     "reap": relaying.reap,
     "doctor": doctor.doctor,
     "readers": acting.readers,
@@ -118,7 +126,7 @@ def _redacted(text: str, argv: Sequence[str]) -> str:
 
 def _urls(argv: Sequence[str]) -> list[str]:
     """Every word that may be a store's URL: the command line may not have been understood."""
-    return [word.removeprefix("--store=") for word in argv if "://" in word] + [store_url()]
+    return [_OPTION.sub("", word) for word in argv if "://" in word] + [store_url()]
 
 
 def _forget_stdout() -> None:

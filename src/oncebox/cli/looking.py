@@ -1,8 +1,9 @@
 """The commands that look and change nothing."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
+from typing import Any
 
 from .. import clock
 from ..event import Record, State
@@ -21,20 +22,23 @@ def list_events(call: Call) -> int:
     asked, order = query(call.args), Order.NEWEST if call.args.newest else Order.OLDEST
     with call.operations() as operations:
         found = operations.find(asked, limit=limit + 1, order=order, after=call.args.after)
-        for line in (_json_array if call.args.json else _event_table)(islice(found, limit), call):
+        shown_events = islice(found, limit)
+        as_json = json_array(documents.event(record) for record in shown_events) if call.args.json else None
+        for line in as_json or _event_table(shown_events, call):
             print(line)
         if next(found, None) is not None:
             call.note(f"more than {limit:,} events fit; --limit N or --limit all shows more")
     return OK
 
 
-def _json_array(records: Iterator[Record], _: Call) -> Iterator[str]:
+def json_array(parts: Iterable[Any]) -> Iterator[str]:
+    """The lines of a JSON array, each as soon as its part is there."""
     held = ""
     yield "["
-    for record in records:
+    for part in parts:
         if held:
             yield held + ","
-        held = documents.line(documents.event(record))
+        held = documents.line(part)
     yield held + "]"
 
 
@@ -84,12 +88,12 @@ def _event_lines(record: Record, history: Sequence[Past], screen: Screen) -> Ite
     document = documents.event(record)
     payload = document.pop("payload"), document.pop("payload_base64", None)
     order = ("event_id", "event_type", "state", *document)
-    yield from tables.fields(((name, _shown(document[name])) for name in dict.fromkeys(order)), screen)
+    yield from tables.fields(((name, shown(document[name])) for name in dict.fromkeys(order)), screen)
     if history:
         yield screen.paint("before its replays", "1")
         yield from (f"  {line}" for line in _history_lines(history, screen))
     yield screen.paint(f"payload ({len(record.event.payload):,} bytes)", "1")
-    yield from (f"  {line}" for line in _payload_lines(*payload))
+    yield from (f"  {line}" for line in payload_lines(*payload))
 
 
 def _history_lines(history: Sequence[Past], screen: Screen) -> Iterator[str]:
@@ -98,13 +102,15 @@ def _history_lines(history: Sequence[Past], screen: Screen) -> Iterator[str]:
     return tables.table(columns, rows, screen)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A field's value for people."""
     if value is None or value == {}:
         return "–"
     return tables.printable(documents.compact(value) if isinstance(value, dict) else str(value))
 
 
-def _payload_lines(payload: object, base64: str | None) -> list[str]:
+def payload_lines(payload: object, base64: str | None) -> list[str]:
+    """A payload for people, or its beginning."""
     text = payload if isinstance(payload, str) else documents.readable(payload)
     if base64 is not None:
         text = f"{base64[:SHOWN_BYTES]} (base64)"

@@ -93,11 +93,40 @@ def parse(argv: Sequence[str], root: Parser, commands: Mapping[str, Command]) ->
     if not words or {"-h", "--help", "--version"}.intersection(before):
         root.parse_args(before)
         raise WrongUse("no command was given")
-    if words[0] not in commands:
-        raise WrongUse(f"{_unknown('command', words[0], commands)}\ncommands: {', '.join(commands)}")
-    parser = commands[words[0]].parser()
+    name, behind = _command(words[0], behind, commands)
+    parser = commands[name].parser()
     _check_options([*before, *behind], parser)
     return parser.parse_intermixed_args([*before, *behind])
+
+
+def _command(word: str, behind: Sequence[str], commands: Mapping[str, Command]) -> tuple[str, Sequence[str]]:
+    """The command that is meant, of one word or two, and what comes behind it."""
+    members = {name.partition(" ")[2]: one for name, one in commands.items() if name.startswith(f"{word} ")}
+    if word in commands:
+        return word, behind
+    if not members:
+        first = dict.fromkeys(name.partition(" ")[0] for name in commands)
+        raise WrongUse(f"{_unknown('command', word, first)}\ncommands: {', '.join(first)}")
+    if behind and behind[0] in members:
+        return f"{word} {behind[0]}", behind[1:]
+    if {"-h", "--help"}.intersection(behind):
+        _help_group(word, members)
+    usage = f"oncebox {word} --help"
+    if not behind or behind[0].startswith("-"):
+        raise WrongUse(f"{word} what? Give one of {', '.join(members)}", usage)
+    raise WrongUse(f"{_unknown('command', f'{word} {behind[0]}', [f'{word} {one}' for one in members])}", usage)
+
+
+def _help_group(word: str, members: Mapping[str, Command]) -> NoReturn:
+    width = max(map(len, members))
+    lines = [f"{name:{width}}  {command.summary}" for name, command in members.items()]
+    hint = f"`oncebox {word} COMMAND --help` explains a command, with examples."
+    Parser(
+        prog=f"oncebox {word}",
+        usage=f"oncebox {word} COMMAND ...",
+        epilog="\n  ".join(["commands:", *lines]) + f"\n\n{hint}",
+    ).print_help()
+    raise SystemExit(0)
 
 
 def usage_of(command: str) -> str:

@@ -180,6 +180,11 @@ def moment(at: datetime) -> str:
     return at.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + "Z"
 
 
+def letters(number: int) -> str:
+    """`1 dead letter`, `1,200 dead letters`."""
+    return f"{number:,} dead {'letter' if number == 1 else 'letters'}"
+
+
 def events(number: int) -> str:
     """`1 event`, `1,200 events`."""
     return f"{number:,} {'event' if number == 1 else 'events'}"

@@ -111,6 +111,13 @@ def seq(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    """A whole number, 0 or more."""
+    if not _WHOLE.fullmatch(text):
+        raise wrong(text, "a number", "give a whole number, 0 or more")
+    return int(text)
+
+
 def limit(text: str) -> int:
     """How many at most; `all` is more than there can be."""
     if text == "all":

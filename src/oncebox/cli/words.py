@@ -204,6 +204,56 @@ def _process(parser: Parser) -> None:
     parser.add_argument("--drain", action="store_true", help="end once nothing is left, with exit code 0")
 
 
+def _state_of(parser: Parser) -> None:
+    parser.add_argument("processor", metavar="PROCESSOR", help="the processor's name, like totals")
+    state = "where its state is kept, as `oncebox process --state` names it"
+    parser.add_argument("--state", metavar="URL", required=True, help=state)
+
+
+def _letter_filters(parser: Parser) -> None:
+    _state_of(parser)
+    _ids(parser, "*")
+    event_type = "of this event type; may be repeated"
+    parser.add_argument("--type", metavar="TYPE", action="append", default=[], help=event_type)
+    parser.add_argument("--key", metavar="KEY", help="with this ordering key")
+    parser.add_argument("--error", metavar="TEXT", help="whose error has this in it, in either case")
+    since = "died at or after this: a time ago, like 1h, or ISO 8601 (UTC unless it names its zone)"
+    parser.add_argument("--since", metavar="TIME", type=values.moment, help=since)
+    parser.add_argument("--until", metavar="TIME", type=values.moment, help="died before this; as --since")
+
+
+def _letter_list(parser: Parser) -> None:
+    _letter_filters(parser)
+    limit = f"how many at most, or all (default: {LIST_LIMIT}; with --json all)"
+    parser.add_argument("--limit", metavar="N", type=values.limit, help=limit)
+    parser.add_argument("--newest", action="store_true", help="newest deaths first (default: oldest first)")
+
+
+def _letter_show(parser: Parser) -> None:
+    _state_of(parser)
+    parser.add_argument("event_id", metavar="ID", type=values.event_id, help="the event id")
+    replay = "of an event that was replayed: the letter of this replay (default: the latest)"
+    parser.add_argument("--replay", metavar="N", type=values.whole, help=replay)
+    parser.add_argument("--raw", action="store_true", help="write the payload's bytes, exactly, and nothing else")
+
+
+def _letter_action(parser: Parser) -> None:
+    _letter_filters(parser)
+    parser.add_argument("--all", action="store_true", help="every dead letter, in place of a filter")
+    parser.add_argument("--limit", metavar="N", type=values.limit, help="how many at most, oldest deaths first")
+    rate = "at most so many a second, like 100/s or 30/m; whoever carries it out keeps to it"
+    parser.add_argument("--rate", metavar="N/s", type=values.rate, help=rate)
+    parser.add_argument("--wait", action="store_true", help="wait until the processor has carried it out")
+    _dry_run(parser, "count what would be asked for, and ask for nothing")
+    _asks(parser)
+    _audited(parser)
+
+
+def _letter_audit(parser: Parser) -> None:
+    _state_of(parser)
+    _audit(parser)
+
+
 def _reap(parser: Parser) -> None:
     interval = "how often expired claims are looked for (default: 10s)"
     parser.add_argument("--interval", metavar="TIME", type=values.duration, help=interval)
@@ -400,6 +450,61 @@ _IN_ORDER: Sequence[Command] = (
             "oncebox process shop:app --from outbox+sqlite:///shop.db --state rocksdb:///state --drain",
         ),
         arguments=_process,
+    ),
+    Command(
+        name="dlq list",
+        summary="list a processor's dead letters",
+        description="List the events that a processor gave up, and that fit all of the filters, oldest deaths first.",
+        examples=(
+            "oncebox dlq list totals --state sqlite:///state",
+            "oncebox dlq list totals --state sqlite:///state --type order.created --error timeout --since 1h",
+            "oncebox dlq list totals --state postgresql://shop@db/shop --limit all --json",
+        ),
+        arguments=_letter_list,
+    ),
+    Command(
+        name="dlq show",
+        summary="show all about one dead letter",
+        description="Show every field of one dead letter: the event and its payload, the error, its traceback and "
+        "time, where it stood, how often it failed, and how often it was redriven.",
+        examples=(
+            "oncebox dlq show totals 0197a4c2-7d4e-7c3a-9f10-5b1c6a2e8d01 --state sqlite:///state",
+            "oncebox dlq show totals 0197a4c2-7d4e-7c3a-9f10-5b1c6a2e8d01 --state sqlite:///state --raw > payload.bin",
+        ),
+        arguments=_letter_show,
+    ),
+    Command(
+        name="dlq redrive",
+        summary="have dead letters handled again",
+        description="Ask a processor to handle the events of dead letters again, each exactly once, with new retries: "
+        "of each ordering key in the order in which they stood, and behind what waits already. It does so when it "
+        "runs, at once if it does. An event that fails again is a dead letter again.",
+        examples=(
+            "oncebox dlq redrive totals --state sqlite:///state --error timeout --why 'the bank is back'",
+            "oncebox dlq redrive totals --state sqlite:///state --all --rate 50/s --wait",
+            "oncebox dlq redrive totals 0197a4c2-7d4e-7c3a-9f10-5b1c6a2e8d01 --state sqlite:///state --yes",
+            "oncebox dlq redrive totals --state sqlite:///state --all --dry-run",
+        ),
+        arguments=_letter_action,
+    ),
+    Command(
+        name="dlq purge",
+        summary="forget dead letters for good",
+        description="Ask a processor to forget dead letters: their events are never handled. It does so when it runs, "
+        "at once if it does. One that is being redriven is passed over.",
+        examples=(
+            "oncebox dlq purge totals --state sqlite:///state --type test.ping --why 'tests'",
+            "oncebox dlq purge totals --state sqlite:///state --until 30d --dry-run",
+        ),
+        arguments=_letter_action,
+    ),
+    Command(
+        name="dlq audit",
+        summary="show what was asked of a processor",
+        description="Show the latest requests to a processor: who, when, what, why, how many, and what became of them; "
+        "newest first. They are kept for a year.",
+        examples=("oncebox dlq audit totals --state sqlite:///state",),
+        arguments=_letter_audit,
     ),
     Command(
         name="reap",

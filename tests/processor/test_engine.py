@@ -114,6 +114,24 @@ def test_an_accidental_duplicate_has_no_second_effect_and_a_replay_has_one(
     assert set(log.acked) == {message.position for message in log.messages}
 
 
+@pytest.mark.requirement("EO-05")
+def test_duplicates_alone_move_the_checkpoint_and_do_not_come_again(states: StateStore, outbox: OutboxStore) -> None:
+    """The inbox forgets them after a while; then the checkpoint must know."""
+    log = Log()
+    first = event(amount=5)
+    log.add(first)
+    lives = Lives(totals(), log, states, outbox)
+    lives.until_done()
+    for _ in range(3):
+        log.add(first)
+    lives.until_done()
+    assert progress_from(lives.entries(Space.CHECKPOINTS)[b"log"]).low == log.messages[-1].position
+    lives.rounds.clear()
+    lives.until_done()
+    assert [done.skipped for done in lives.rounds] == [0]
+    assert sums(lives) == {"k": 5}
+
+
 @pytest.mark.requirement("EO-06", "EO-07", "EO-08")
 def test_past_its_retries_an_event_is_a_dead_letter_and_blocks_nothing(states: StateStore) -> None:
     runs: list[int] = []

@@ -229,6 +229,8 @@ class Engine:
         skipped = 0 if batch else self._take(wait)  # 1
         marked, batch = bool(batch), batch or self._batch()
         if not batch:
+            if skipped and self._log_source:
+                self._pass_over()
             self._forward()
             return Round(skipped=skipped)
         self._at("taken")
@@ -321,6 +323,11 @@ class Engine:
             changes.append(Write(Space.CHECKPOINTS, self._checkpoint, records.progress_bytes(self._tracker.progress)))
             self._checkpointed = True
         self._state.commit(changes)
+
+    def _pass_over(self) -> None:
+        """Duplicates alone move the checkpoint too: later nobody would know them, or the log would not have them."""
+        self._state.commit([Write(Space.CHECKPOINTS, self._checkpoint, records.progress_bytes(self._tracker.progress))])
+        self._checkpointed = True
 
     def _unmark(self) -> None:
         with suppress(OnceboxError):

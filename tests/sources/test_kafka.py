@@ -141,6 +141,14 @@ def test_a_start_at_the_end_is_an_origin_to_keep(kafka: Kafka, topic: str) -> No
     source.close()
 
 
+def test_before_the_end_was_seen_an_empty_answer_is_not_the_end(kafka: Kafka, topic: str, source: KafkaSource) -> None:
+    """Whoever drains a topic stops when there is nothing; a broker that is slow at first is not that."""
+    write(kafka, topic, 0, 5)
+    part = source.partition(0, Progress(), owner="one")
+    assert part.poll(10, bytes_max=1 << 20, timeout=timedelta(microseconds=1)) != []
+    part.close()
+
+
 def test_the_brokers_offset_stays_below_what_is_unfinished(kafka: Kafka, topic: str, source: KafkaSource) -> None:
     write(kafka, topic, 0, 10)
     part = source.partition(0, Progress(), owner="one")

@@ -37,7 +37,7 @@ _OURS = frozenset(
 _GONE = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE})
 _NO_TOPIC = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})
 _UNKNOWN_TOPIC_ID = 100  # the topic was deleted, and perhaps made anew
-_PASSING = frozenset({KafkaError._PARTITION_EOF, KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._TIMED_OUT})
+_PASSING = frozenset({KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._TIMED_OUT})
 
 
 class Log(NamedTuple):
@@ -122,6 +122,7 @@ class KafkaSource(Source):
             "enable.auto.offset.store": False,
             "auto.offset.reset": "error",
             "allow.auto.create.topics": False,
+            "enable.partition.eof": True,
         }
         return KafkaPartition(self, TopicPartition(self.topic, number), log_now.mark, progress, settings)
 
@@ -166,6 +167,7 @@ class KafkaPartition(SourcePartition):
         self._held: dict[int, None] = {}  # offsets handed out and not acknowledged, in their order
         self._checked_at = clock.monotonic()
         self._error: SourceError | None = None
+        self._saw_end = False  # all that was there at the start was fetched
         self._open = True
         own = {"on_commit": _committed, "logger": ClientLog()}
         self._consumer = Consumer({**settings, **own})
@@ -179,7 +181,10 @@ class KafkaPartition(SourcePartition):
             self.origin = (self._next - 1, mark)
 
     def poll(self, limit: int, *, bytes_max: int, timeout: timedelta) -> list[Message]:
-        """The next records; what was fetched beyond `bytes_max` waits here for the next call."""
+        """The next records; what was fetched beyond `bytes_max` waits here for the next call.
+
+        Before the end was seen once, nothing means only that the broker is slow: such a call takes longer than told.
+        """
         if not self._buffer:
             self._fetch(limit, timeout.total_seconds())
         found: list[Message] = []
@@ -240,13 +245,15 @@ class KafkaPartition(SourcePartition):
         if self._error is not None:
             raise self._error
         self._check()
-        first = self._consumer.poll(seconds)
+        first = self._consumer.poll(max(seconds, ANSWER_SECONDS) if seconds and not self._saw_end else seconds)
         if first is None:
             return
         for record in (first, *self._consumer.consume(limit - 1, 0)) if limit > 1 else (first,):
             error = record.error()
             if error is None:
                 self._take(record)
+            elif error.code() == KafkaError._PARTITION_EOF:
+                self._saw_end = True
             elif (meaning := self._meaning(error)) is not None:
                 self._error = meaning
                 break

@@ -99,7 +99,8 @@ def chained(
 ) -> None:
     """The whole chain, and a second processor over what the first one emitted."""
     right = sold(url)
-    first = Order(source=made.url, state=state, emit=emitting(state, folder), goal=ORDERS, deaths=DEATHS)
+    deaths = [death for death in DEATHS if death[0] != "forwarded" or not state.startswith("postgresql")]
+    first = Order(source=made.url, state=state, emit=emitting(state, folder), goal=ORDERS, deaths=deaths)
     with started(folder, first) as process:
         ends: list[str] = []
 
@@ -107,7 +108,7 @@ def chained(
             ends.append(process.communicate(timeout=PATIENCE)[0])
 
         relayed(url, to, folder, start, meanwhile)
-    assert json.loads(ends[0]) == [*[KILLED] * len(DEATHS), 0], (folder / "log").read_text()[-2_000:]
+    assert json.loads(ends[0]) == [*[KILLED] * len(deaths), 0], (folder / "log").read_text()[-2_000:]
     ids = Counter(arrived())
     assert len(ids) == ORDERS
     assert sum(ids.values()) >= ORDERS + 2 * CLAIM_MAX, "duplicates were forced, and are there"

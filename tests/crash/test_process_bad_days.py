@@ -468,7 +468,7 @@ def test_many_partitions_with_failures_among_them_are_each_exact(
         state=url,
         emit=emitting(url, tmp_path),
         goal=100,
-        deaths=[("committed", 3), ("handled", 4), ("forwarded", 6), ("marked", 9), ("taken", 5)],
+        deaths=[("committed", 3), ("handled", 4), ("acknowledged", 6), ("marked", 9), ("taken", 5)],
     )
     assert run(tmp_path, order) == [[*[KILLED] * 5, 0]]
     exact(order, written, *range(0, 100, 11))

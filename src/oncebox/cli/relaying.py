@@ -47,7 +47,9 @@ def _run(call: Call, settings: RelaySettings, plan: "Plan", stop: threading.Even
     from ..spark.session import session
 
     call.note(f"{call.store} → {hidden_password(call.args.to)}: starting Spark; Ctrl-C stops")
-    spark = session(call.args.master or driver.master_for(plan), app=f"oncebox relay {settings.name}")
+    spark = session(
+        call.args.master or driver.master_for(plan), app=f"oncebox relay {settings.name}", archive_classes=True
+    )
     if stop.is_set():
         return 0
     running = driver.relay(spark, to=call.args.to, store=store_url(call.args.store), settings=settings, plan=plan)
@@ -102,7 +104,7 @@ def process(call: Call) -> int:
     given = {name: getattr(args, name) for name in ("tasks", "shift") if getattr(args, name) is not None}
     with _signals() as stop:
         call.note(f"{app.name}: {hidden_password(args.source)} → {hidden_password(args.state)}: starting Spark")
-        spark = session(args.master, app=f"oncebox process {app.name}")
+        spark = session(args.master, app=f"oncebox process {app.name}", archive_classes=True)
         if stop.is_set():
             return OK
         options = {"source": args.source, "state": args.state, "emit": args.emit, "drain": args.drain, **given}

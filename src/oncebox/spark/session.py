@@ -13,6 +13,7 @@ from pyspark import SparkConf, SparkContext
 from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
+from .archive import archive_options
 from .java import find_java
 
 MASTER_DEFAULT = "local[*]"
@@ -41,13 +42,20 @@ LOCAL_DISK_SETTINGS: Mapping[str, str] = {
 }
 
 
-def session(master: str | None = None, *, app: str = "oncebox", conf: Mapping[str, str] | None = None) -> SparkSession:
+def session(
+    master: str | None = None,
+    *,
+    app: str = "oncebox",
+    conf: Mapping[str, str] | None = None,
+    archive_classes: bool = False,
+) -> SparkSession:
     """The running session if there is one, else a new one.
 
     Settings count in this order: `master` and `conf`, those of spark-submit and spark-defaults.conf, ours. Without
     any master it is `local[*]`; a local master gives each task four attempts, as a cluster does. `sc://…` is Spark
     Connect, whose server has settings of its own. The JVM runs in a session of its own: a signal to this process's
-    group does not reach it, and it ends when this process does. The caller's signal handlers stay as they are. Raises
+    group does not reach it, and it ends when this process does. The caller's signal handlers stay as they are. With
+    `archive_classes`, the JVM keeps the classes it has loaded when it ends, so that all later ones start faster. Raises
     `JavaMissing` if there is no Java that fits.
     """
     running = SparkSession.getActiveSession()
@@ -57,7 +65,7 @@ def session(master: str | None = None, *, app: str = "oncebox", conf: Mapping[st
         return SparkSession.builder.remote(master).config(map=dict(conf or {})).getOrCreate()
     given = {**(conf or {}), **({} if master is None else {"spark.master": master})}
     with _interrupt_handler_kept():
-        ours = _ensure_gateway(given)
+        ours = _ensure_gateway(given, archive_classes=archive_classes)
         SparkContext.getOrCreate(_configuration(given, app, ours=ours))
         return SparkSession.builder.getOrCreate()
 
@@ -92,26 +100,28 @@ def _local_settings() -> dict[str, str]:
     return here if os.environ.get("HADOOP_CONF_DIR") else {**here, **LOCAL_DISK_SETTINGS}
 
 
-def _ensure_gateway(given: Mapping[str, str]) -> bool:
+def _ensure_gateway(given: Mapping[str, str], *, archive_classes: bool) -> bool:
     """Start the JVM, unless there is one, whose environment then stays as it is; true if this process started it."""
     if SparkContext._gateway is not None or _LAUNCHED_BY_SUBMIT in os.environ:
         SparkContext._ensure_initialized()
         return getattr(SparkContext._gateway, "proc", None) is not None
     conf = SparkConf(loadDefaults=False)
     conf.setAll(list(given.items()))  # what the JVM must know when it starts, like the driver's memory
-    with _environment(_launch_environment(given.get("spark.master", MASTER_DEFAULT))):
+    master = given.get("spark.master", MASTER_DEFAULT)
+    with _environment(_launch_environment(master, archive_classes=archive_classes)):
         gateway = launch_gateway(conf, {"start_new_session": True})  # type: ignore[no-untyped-call]
     SparkContext._ensure_initialized(gateway=gateway)
     return True
 
 
-def _launch_environment(master: str) -> dict[str, str]:
-    home = find_java().parent.parent
+def _launch_environment(master: str, *, archive_classes: bool) -> dict[str, str]:
+    java = find_java()
     submit = os.environ.get("SPARK_SUBMIT_OPTS", "")
     options = ["-Xss8m"]  # stopping a query within foreachBatch overflows a smaller stack
+    options += archive_options(java, write=archive_classes)
     if not _has_log_settings():
         options.append(f"-Dlog4j2.configurationFile={(_HERE / 'log4j2.properties').as_uri()}")
-    wanted = {"JAVA_HOME": str(home), "SPARK_SUBMIT_OPTS": " ".join([*options, submit]).strip()}
+    wanted = {"JAVA_HOME": str(java.parent.parent), "SPARK_SUBMIT_OPTS": " ".join([*options, submit]).strip()}
     if is_local(master):
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # pyspark reads it in this process too
         wanted |= {"PYTHONPATH": _python_path(), "SPARK_LOCAL_IP": os.environ.get("SPARK_LOCAL_IP", _LOOPBACK)}

@@ -1,9 +1,11 @@
 """What is Kafka's own: topics and their limits, rights, order under kill -9, and nothing late after a lost lease."""
 
+import contextlib
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from confluent_kafka.admin import AdminClient
@@ -201,6 +203,33 @@ def test_a_wrong_password_is_the_brokers_word_and_is_not_shown(kafka: Kafka) -> 
         publisher.check()
     assert SECRET not in f"{outcome} {unavailable.value} {publisher!r}"
     publisher.close()
+
+
+def test_tls_and_scram_are_spoken_and_the_certificate_checked(certificates: Path) -> None:
+    identity = certificates / "identity.pem"
+    identity.write_text((certificates / "key.pem").read_text() + (certificates / "cert.pem").read_text())
+    with Kafka(identity=identity) as server:
+        topic = server.create_topic()
+        trusted = f"{server.secure_url}&ssl.ca.location={certificates / 'cert.pem'}"
+        assert outcome_of(trusted, topic) is None
+        stranger = failed(outcome_of(server.secure_url, topic))
+        guesser = failed(outcome_of(trusted.replace(server.password, SECRET), topic))
+        assert len(server.records(topic)) == 1
+        with (
+            contextlib.closing(KafkaPublisher.open(server.secure_url)) as publisher,
+            pytest.raises(PublisherUnavailable, match="certificate"),
+        ):
+            publisher.check()
+    assert stranger.scope is guesser.scope is Scope.BROKER
+    assert "certificate" in stranger.error.lower()
+    assert "uthentication" in guesser.error
+    assert SECRET not in guesser.error
+
+
+def outcome_of(url: str, topic: str) -> Outcome:
+    with contextlib.closing(KafkaPublisher.open(url)) as publisher:
+        (outcome,) = publisher.publish([given.claimed(topic)], Deadline(10))
+    return outcome
 
 
 def test_the_check_names_the_cluster_and_its_brokers(kafka: Kafka, publisher: KafkaPublisher) -> None:

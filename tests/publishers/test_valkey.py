@@ -4,7 +4,6 @@ import contextlib
 import socket
 import socketserver
 import ssl
-import subprocess
 import threading
 import zlib
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from oncebox.publishers.base import NOT_TRIED, Deadline, Outcome
 from oncebox.publishers.valkey import CHUNK_EVENTS, ValkeyPublisher, headers_from
 from oncebox.retry import Failure, Scope
 from oncebox.testing.publishing import given
-from oncebox.testing.servers import MissingProgram, Valkey
+from oncebox.testing.servers import Valkey
 
 
 @pytest.fixture
@@ -242,18 +241,6 @@ def test_a_restarted_server_needs_no_script_from_before(name: str) -> None:
         publisher.close()
         with redis.Redis.from_url(server.url) as client:
             assert client.xlen(name) == 2
-
-
-@pytest.fixture
-def certificates(tmp_path: Path) -> Path:
-    """A certificate for 127.0.0.1 that signs itself."""
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=kit"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"]
-    try:
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    except FileNotFoundError:
-        raise MissingProgram("openssl is not on this machine: apt-get install openssl") from None
-    return tmp_path
 
 
 @pytest.fixture

@@ -209,8 +209,8 @@ class KafkaPublisher(Publisher):
         """The cluster's id and its brokers."""
         try:
             cluster = self._topics.about(CHECK_SECONDS)
-        except KafkaException as error:
-            raise PublisherUnavailable(f"{self._shown}: {error.args[0].str()}") from error
+        except Silent as error:
+            raise PublisherUnavailable(f"{self._shown}: {error}") from error
         brokers = ", ".join(sorted(f"{broker.host}:{broker.port}" for broker in cluster.brokers.values()))
         return f"{self._shown}: Kafka cluster {cluster.cluster_id} with {len(cluster.brokers)} brokers: {brokers}"
 
@@ -251,8 +251,7 @@ class _Batch:
         """Nobody answered before anything was sent; when that is because we stopped asking, nothing was tried."""
         if deadline.lost or (deadline.over and deadline.remaining() > 0):
             return self.outcomes
-        text = str(error) or "no broker answered in time"
-        return [Failure(f"kafka: {text}", Scope.BROKER) for _ in self.claims]
+        return [Failure(f"kafka: {error}", Scope.BROKER) for _ in self.claims]
 
 
 _LOST = KafkaError(KafkaError._FAIL, "the client does not say what became of it")

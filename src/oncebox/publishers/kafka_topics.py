@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
@@ -23,7 +24,7 @@ Headers = list[tuple[str, str | bytes | None]]  # as the client takes them; ours
 
 
 class Silent(Exception):
-    """The cluster did not answer in time."""
+    """The cluster did not answer in time; the text is what the client said about its connections, if it did."""
 
 
 class Topic(NamedTuple):
@@ -41,6 +42,7 @@ class Topics:
         self._lock = threading.Lock()
         self._admin: AdminClient | None = None
         self._known: dict[str, tuple[float, Topic]] = {}
+        self._trouble: dict[str, str] = {}  # apart from this object, which the client must not keep alive
 
     def look(self, names: Collection[str], deadline: Deadline) -> dict[str, Topic | KafkaError]:
         """Each of these topics, or why nothing can be sent there; `Silent` if the cluster says nothing."""
@@ -58,13 +60,18 @@ class Topics:
         self._known.pop(name, None)
 
     def about(self, seconds: float) -> Any:
-        """The cluster's metadata."""
-        return self.client().list_topics(timeout=seconds)
+        """The cluster's metadata; `Silent` if it does not answer."""
+        self._trouble.clear()
+        try:
+            return self.client().list_topics(timeout=seconds)
+        except KafkaException as error:
+            raise self._silent(error.args[0].str()) from None
 
     def client(self) -> AdminClient:
         with self._lock:
             if self._admin is None:
-                self._admin = AdminClient(self._settings)
+                heard: dict[str, Any] = {**self._settings, "error_cb": partial(_note, self._trouble)}
+                self._admin = AdminClient(heard)
             return self._admin
 
     def close(self) -> None:
@@ -74,14 +81,22 @@ class Topics:
     def _ask(self, names: list[str], deadline: Deadline) -> dict[str, Topic | KafkaError]:
         patience = max(0.1, min(REQUEST_SECONDS_MAX, deadline.remaining()))
         client = self.client()
+        self._trouble.clear()
         described = client.describe_topics(TopicCollection(names), request_timeout=patience)
         resources = [ConfigResource(ResourceType.TOPIC, name) for name in names]
         configured = client.describe_configs(resources, request_timeout=patience)
-        _await([*described.values(), *configured.values()], deadline)
-        settings = {resource.name: future for resource, future in configured.items()}
-        found = {name: _answer(described[name], settings[name]) for name in names}
+        try:
+            _await([*described.values(), *configured.values()], deadline)
+            settings = {resource.name: future for resource, future in configured.items()}
+            found = {name: _answer(described[name], settings[name]) for name in names}
+        except Silent as silent:
+            raise self._silent(str(silent)) from None
         self._remember(found)
         return found
+
+    def _silent(self, otherwise: str) -> Silent:
+        self.client().poll(0)  # the client speaks of its connections only when it is asked
+        return Silent("; ".join(self._trouble.values()) or otherwise)
 
     def _remember(self, found: Mapping[str, Topic | KafkaError]) -> None:
         if len(self._known) > _KNOWN_MAX:
@@ -90,11 +105,17 @@ class Topics:
         self._known.update({name: (until, topic) for name, topic in found.items() if isinstance(topic, Topic)})
 
 
+def _note(trouble: dict[str, str], error: KafkaError) -> None:
+    """That all brokers are down says nothing: why each is says it."""
+    if error.code() != KafkaError._ALL_BROKERS_DOWN:
+        trouble[error.name()] = error.str()
+
+
 def _await(futures: Iterable[Future[Any]], deadline: Deadline) -> None:
     pending = set(futures)
     while pending:
         if deadline.over:
-            raise Silent
+            raise Silent("no broker answered in time")
         pending = wait(pending, STEP_SECONDS).not_done
 
 

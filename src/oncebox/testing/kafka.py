@@ -12,6 +12,7 @@ import base64
 import contextlib
 import secrets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -27,6 +28,8 @@ from .servers import MissingProgram, Server, ServerError, _connect, free_port
 _ANSWER_SECONDS_MAX = 30.0
 _JVM = ["-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"]
 _LISTENER = "SASL_PLAINTEXT"
+_SECURE = "SASL_SSL"
+_SCRAM = "SCRAM-SHA-512"
 
 
 class Stored(NamedTuple):
@@ -43,16 +46,19 @@ class Kafka(Server):
     """Kafka 4.3, one node that is broker and controller; `settings` are lines of its server.properties.
 
     Topics are never created by themselves. `url` is that of a user who may do everything; `guest_url` that of one who
-    may do nothing.
+    may do nothing. With `identity`, a PEM file with a key and its certificate, it has a second port that speaks TLS and
+    SCRAM: `secure_url`.
     """
 
     name = "Kafka"
     user = "oncebox"
     guest = "guest"
 
-    def __init__(self, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(self, settings: Mapping[str, str] | None = None, *, identity: Path | None = None) -> None:
         super().__init__()
         self._settings = dict(settings or {})
+        self._identity = identity
+        self._secure_port = free_port() if identity else 0
         self._cluster = base64.urlsafe_b64encode(uuid4().bytes).decode().rstrip("=").replace("-", "A")
         self._controller: tuple[int, int] = (0, 0)
         self._admin: AdminClient | None = None
@@ -65,6 +71,11 @@ class Kafka(Server):
     def guest_url(self) -> str:
         """For a user without any right."""
         return self._url_of(self.guest)
+
+    @property
+    def secure_url(self) -> str:
+        """For the same user, over TLS and by SCRAM; it lacks what says whom to trust."""
+        return f"kafka://{self.user}:{self.password}@127.0.0.1:{self._secure_port}?sasl.mechanism={_SCRAM}"
 
     def _url_of(self, user: str) -> str:
         return f"kafka://{user}:{self.password}@127.0.0.1:{self.port}?security.protocol={_LISTENER}"
@@ -152,6 +163,8 @@ class Kafka(Server):
     def _prepare(self) -> None:
         properties = self._write("format.properties", self._properties(9092, 9093))
         tool = [*_JVM, "-cp", f"{kafka_jars()}/*", "kafka.tools.StorageTool", "format", "-t", self._cluster]
+        if self._identity:
+            tool += ["--add-scram", f"{_SCRAM}=[name={self.user},password={self.password}]"]
         code = self._spawn([self._program(), *tool, "-c", str(properties)]).wait(_ANSWER_SECONDS_MAX * 2)
         if code != 0:
             raise ServerError(f"Kafka's StorageTool ended with code {code}\n{self._log_tail()}")
@@ -176,6 +189,9 @@ class Kafka(Server):
             "log.dirs": str(self.directory / "data"),
             **self._settings,
         }
+        if self._identity:
+            settings["listeners"] += f",{_SECURE}://127.0.0.1:{self._secure_port}"
+            settings |= _secure_settings(self._identity)
         return "".join(f"{name}={value}\n" for name, value in settings.items())
 
     def _ready(self) -> bool:
@@ -213,6 +229,19 @@ _SETTINGS = {
     "num.network.threads": "2",
     "num.io.threads": "2",
 }
+
+
+def _secure_settings(identity: Path) -> dict[str, str]:
+    listener = f"listener.name.{_SECURE.lower()}"
+    return {
+        "listener.security.protocol.map": f"{_SETTINGS['listener.security.protocol.map']},{_SECURE}:{_SECURE}",
+        f"{listener}.ssl.keystore.type": "PEM",
+        f"{listener}.ssl.keystore.location": str(identity),
+        f"{listener}.sasl.enabled.mechanisms": _SCRAM,
+        f"{listener}.{_SCRAM.lower()}.sasl.jaas.config": (
+            "org.apache.kafka.common.security.scram.ScramLoginModule required;"
+        ),
+    }
 
 
 def _settled(futures: Mapping[str, Any]) -> None:

@@ -65,7 +65,7 @@ def test_a_processor_that_never_ran_is_named_with_those_that_did(store: StateSto
 
 
 def test_repartitioning_moves_each_entry_to_where_its_route_says(store: StateStore, other: StateStore) -> None:
-    assert repartitioned(store, "totals", 5, lambda _, key, was, of: (key[-1] + was) % of, into=other) > 0
+    assert repartitioned(store, "totals", 5, lambda one: [(one.key[-1] + one.partition) % 5], into=other) > 0
     moved = list(entries(other, "totals"))
     assert sorted((space, key, value) for _, space, key, value, _ in moved) == sorted(
         (space, key, value) for _, space, key, value, _ in entries(store, "totals")

@@ -21,8 +21,8 @@ from ..processor.requests import AUDIT, LETTERS_MAX, Action, Audited, Named, Req
 from ..sources.base import Position
 from ..states.base import Space, StateStore, StateView
 from .operations import Progress, Watch, checked_ids
-from .states import partitions_of
-from .trail import opened, summed, trail
+from .states import opened, partitions_of
+from .trail import summed, trail
 
 PAGE = 100  # letters read at once; each may be large
 IDS_BY_PREFIX_MAX = 100  # above, reading all letters is faster than asking for each

@@ -1,27 +1,29 @@
-"""What operators do to a processor's state: export it, import it, and move it to another number of partitions.
+"""What operators do to a processor's state: look at it, export it, import it, and copy it to other partitions.
 
 An export is lines of JSON: a head that names the processor, one line for each entry (keys and values in base64), and
 an end that counts them, so that half a file is not taken for a whole one.
 """
 
 import difflib
+import heapq
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from datetime import datetime
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ..errors import InvalidSetting
-from ..states.base import Space, StatePartition, StateStore, Write, from_micros, micros
+from ..processor.memory import key_bytes
+from ..states.base import Space, StatePartition, StateStore, StateView, Write, from_micros, micros
 
 FORMAT = 1
 PAGE = 1_000
+NEAR_MAX = 10_000  # keys that are compared with one that is not there
 COMMIT_MAX = 1_000
 COMMIT_BYTES_MAX = 8 * 1024 * 1024
 OWNER = "oncebox state"
-
-Route = Callable[[Space, bytes, int, int], int]  # space, key, its partition so far, how many there will be
 
 
 class Entry(NamedTuple):
@@ -32,6 +34,51 @@ class Entry(NamedTuple):
     key: bytes
     value: bytes
     expires_at: datetime | None = None
+
+
+Route = Callable[[Entry], Iterable[int]]
+
+
+def opened(store: StateStore, processor: str, stack: ExitStack) -> dict[int, StateView]:
+    """A look at each partition that anybody has ever owned, until the stack is closed."""
+    views: dict[int, StateView] = {}
+    for number in range(partitions_of(store, processor)):
+        try:
+            views[number] = stack.enter_context(closing(store.look(processor, number)))
+        except InvalidSetting:  # nobody has owned it yet
+            continue
+    return views
+
+
+def found(store: StateStore, processor: str, key: str) -> dict[int, bytes]:
+    """The value of a key in each partition that has it; usually one, or none. Also while the processor runs."""
+    wanted = key_bytes(key)
+    with ExitStack() as stack:
+        views = opened(store, processor, stack)
+        values = {number: view.get(Space.STATE, [wanted]) for number, view in views.items()}
+    return {number: value[wanted] for number, value in values.items() if value}
+
+
+def scanned(store: StateStore, processor: str, prefix: str = "") -> Iterator[tuple[str, int, bytes]]:
+    """The keys that begin so, in their order, each with its partition and its value; also while the processor runs."""
+    with ExitStack() as stack:
+        views = opened(store, processor, stack)
+        parts = [_scan(number, view, prefix.encode()) for number, view in views.items()]
+        yield from heapq.merge(*parts, key=lambda one: one[0].encode())
+
+
+def near(store: StateStore, processor: str, key: str) -> str | None:
+    """The key that was probably meant by one that is not there."""
+    stem = key[: max(1, len(key) // 2)]
+    known = [one for one, _, _ in islice(scanned(store, processor, stem), NEAR_MAX)]
+    return next(iter(difflib.get_close_matches(key, known, n=1)), None)
+
+
+def _scan(number: int, view: StateView, prefix: bytes) -> Iterator[tuple[str, int, bytes]]:
+    after: bytes | None = None
+    while page := view.scan(Space.STATE, prefix, after=after, limit=PAGE):
+        yield from ((key.decode(), number, value) for key, value in page)
+        after = page[-1][0]
 
 
 def entries(store: StateStore, processor: str) -> Iterator[Entry]:
@@ -76,16 +123,16 @@ def imported(store: StateStore, processor: str, lines: Iterable[str]) -> int:
 def repartitioned(
     store: StateStore, processor: str, partitions: int, route: Route, *, into: StateStore, name: str | None = None
 ) -> int:
-    """Copy a processor's state to another number of partitions, each entry to where `route` says.
+    """Copy a processor's state to another number of partitions, each entry to wherever `route` says.
 
     The processor must not run. What is left behind is as it was: the copy is in another store, or has another name.
     """
-    copy = name or processor
     moved = (
-        entry._replace(partition=route(entry.space, entry.key, entry.partition, partitions))
+        entry._replace(partition=number)
         for entry in entries(store, processor)
+        for number in dict.fromkeys(route(entry))
     )
-    return _write(into, copy, partitions, moved)
+    return _write(into, name or processor, partitions, moved)
 
 
 def partitions_of(store: StateStore, processor: str) -> int:

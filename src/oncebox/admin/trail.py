@@ -1,17 +1,16 @@
 """The audit of what operators did to a processor, kept with its state; see `oncebox.processor.requests`."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from .. import clock
 from ..clock import uuid7
-from ..errors import InvalidSetting
 from ..processor.requests import AUDIT, Audited, Unreadable, audit_from, audit_write
 from ..states.base import Space, StateStore, StateView
-from .states import partitions_of
+from .states import opened
 
 PAGE = 1_000
 
@@ -50,17 +49,6 @@ def note(
         action_id=uuid7(), action=action, who=who, at=now, why=why, what=what, asked=count, done=count, done_at=now
     )
     store.ask(processor, 0, [audit_write(uuid7().bytes, entry)])
-
-
-def opened(store: StateStore, processor: str, stack: ExitStack) -> dict[int, StateView]:
-    """A look at each partition that anybody has ever owned, until the stack is closed."""
-    found: dict[int, StateView] = {}
-    for number in range(partitions_of(store, processor)):
-        try:
-            found[number] = stack.enter_context(closing(store.look(processor, number)))
-        except InvalidSetting:  # nobody has owned it yet
-            continue
-    return found
 
 
 def _rows(view: StateView) -> Iterator[Audited]:

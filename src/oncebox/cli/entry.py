@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from ..errors import DuplicateEvent, OnceboxError, UsageError
 from ..stores.base import hidden_password
 from ..wiring import store_url
-from . import acting, doctor, letters, looking, relaying, words
+from . import acting, doctor, letters, looking, relaying, states, words
 from .call import FAILED, INTERRUPTED, MISUSED, OK, Call, Refused
 from .parser import WrongUse, parse
 from .tables import Screen
@@ -46,6 +46,11 @@ RUN: Mapping[str, Callable[[Call], int]] = {
     "dlq redrive": letters.redrive,
     "dlq purge": letters.purge,
     "dlq audit": letters.audit,
+    "state get": states.get,
+    "state scan": states.scan,
+    "state export": states.export,
+    "state import": states.import_,
+    "state repartition": states.repartition,
     "reap": relaying.reap,
     "doctor": doctor.doctor,
     "readers": acting.readers,

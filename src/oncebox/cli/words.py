@@ -254,6 +254,40 @@ def _letter_audit(parser: Parser) -> None:
     _audit(parser)
 
 
+def _state_get(parser: Parser) -> None:
+    _state_of(parser)
+    parser.add_argument("key", metavar="KEY", help="the key, as handlers put it")
+    raw = "write the value's bytes, exactly, and nothing else; of a JSON value its text"
+    parser.add_argument("--raw", action="store_true", help=raw)
+
+
+def _state_scan(parser: Parser) -> None:
+    _state_of(parser)
+    prefix = "what the keys begin with (default: all keys)"
+    parser.add_argument("prefix", metavar="PREFIX", nargs="?", default="", help=prefix)
+    limit = f"how many at most, or all (default: {LIST_LIMIT}; with --json all)"
+    parser.add_argument("--limit", metavar="N", type=values.limit, help=limit)
+
+
+def _state_import(parser: Parser) -> None:
+    _state_of(parser)
+    file = "an export; - reads it from standard input (default: -)"
+    parser.add_argument("file", metavar="FILE", nargs="?", default="-", help=file)
+    _audited(parser)
+
+
+def _state_repartition(parser: Parser) -> None:
+    _state_of(parser)
+    parser.add_argument("partitions", metavar="N", type=values.count, help="how many partitions there will be")
+    source = "what it has read until now, as `oncebox process --from` names it"
+    parser.add_argument("--from", dest="source", metavar="URL", required=True, help=source)
+    parser.add_argument("--into", metavar="URL", help="the state store of the copy (default: the same)")
+    name = "the processor's name in the copy (default: the same); not for Valkey, which knows it by its name"
+    parser.add_argument("--name", metavar="NAME", help=name)
+    _asks(parser)
+    _audited(parser)
+
+
 def _reap(parser: Parser) -> None:
     interval = "how often expired claims are looked for (default: 10s)"
     parser.add_argument("--interval", metavar="TIME", type=values.duration, help=interval)
@@ -505,6 +539,68 @@ _IN_ORDER: Sequence[Command] = (
         "newest first. They are kept for a year.",
         examples=("oncebox dlq audit totals --state sqlite:///state",),
         arguments=_letter_audit,
+    ),
+    Command(
+        name="state get",
+        summary="show one value of a processor's state",
+        description="Show what handlers have put under a key, also while the processor runs.",
+        examples=(
+            "oncebox state get totals customer-7 --state sqlite:///state",
+            "oncebox state get totals photo-7 --state rocksdb:///state --raw > photo.png",
+        ),
+        arguments=_state_get,
+    ),
+    Command(
+        name="state scan",
+        summary="list keys and values of a processor's state",
+        description="List the keys that begin with a prefix, in their order, with their values and partitions, also "
+        "while the processor runs.",
+        examples=(
+            "oncebox state scan totals customer- --state sqlite:///state",
+            "oncebox state scan totals --state postgresql://shop@db/shop --limit all --json",
+        ),
+        arguments=_state_scan,
+    ),
+    Command(
+        name="state export",
+        summary="write all that a processor keeps to a file",
+        description="Write everything that a processor keeps (state, checkpoints, inbox, retries, dead letters, "
+        "outgoing events, requests) as lines of JSON. It may run meanwhile; stop it, if all of it must be of one "
+        "moment, as for an import.",
+        examples=("oncebox state export totals --state sqlite:///state > totals.jsonl",),
+        arguments=_state_of,
+    ),
+    Command(
+        name="state import",
+        summary="read an export into a state store",
+        description="Write an export under a name that has no state there yet, with as many partitions as it had. "
+        "Stopped in the middle it leaves a part: import it under another name, or into another store.",
+        examples=(
+            "oncebox state import totals totals.jsonl --state postgresql://shop@db/shop",
+            "oncebox state export totals --state sqlite:///state | oncebox state import totals --state rocksdb:///new",
+        ),
+        arguments=_state_import,
+    ),
+    Command(
+        name="state repartition",
+        summary="copy a processor's state to other partitions",
+        description="Copy a processor's state to another number of partitions, so that each key is where events of "
+        "that key will come. Its source must be Kafka (whose default partitioner chose the partitions) or Valkey. "
+        "Stop what publishes, run the processor to its end (`oncebox process --drain`), change the number of "
+        "partitions, then this; it refuses while anything is unfinished. State keys must be the events' ordering "
+        "keys; one that is not where such events come is refused, and with one partition nobody can tell. What was "
+        "there stays as it was.",
+        examples=(
+            (
+                "oncebox state repartition totals 8 --state sqlite:///old --into sqlite:///new "
+                "--from 'kafka://broker:9092?topic=order.created'"
+            ),
+            (
+                "oncebox state repartition totals 8 --state rocksdb:///old --into rocksdb:///new "
+                "--from 'valkey://cache:6379?stream=order.created&partitions=4'"
+            ),
+        ),
+        arguments=_state_repartition,
     ),
     Command(
         name="reap",

@@ -74,7 +74,7 @@ class ValkeyPublisher(Publisher):
         if self._partitions == 1:
             return self._route(event.event_type)
         key = key_of(event) or str(event.event_id)
-        return stream_of(self._route(event.event_type), zlib.crc32(key.encode()) % self._partitions, self._partitions)
+        return stream_of(self._route(event.event_type), partition_of(key, self._partitions), self._partitions)
 
     def publish(self, claims: Sequence[Claim], deadline: Deadline) -> list[Outcome]:
         """Add the events chunk by chunk; the next chunk is packed while the server works on this one."""
@@ -321,6 +321,11 @@ def _described(event_type: str, content_type: str) -> bytes:
     """What comes between the id and the payload; the same for most events."""
     fields = (b"event_type", event_type.encode(), b"content_type", content_type.encode(), b"payload")
     return b"\r\n" + b"".join([argument(field) for field in fields])
+
+
+def partition_of(key: str, partitions: int) -> int:
+    """The partition that a key goes to, of so many."""
+    return zlib.crc32(key.encode()) % partitions
 
 
 def stream_of(name: str, partition: int, partitions: int) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, Self
 
+from ..errors import InvalidSetting
 from ..event import Event
 
 Position = tuple[int, ...]  # within one partition; compared as numbers, never as text
@@ -109,6 +110,17 @@ class Source(ABC):
     @abstractmethod
     def partition(self, number: int, progress: Progress, *, owner: str) -> SourcePartition:
         """Read a partition from where its progress ends."""
+
+    def route(self, key: str, partitions: int) -> int:
+        """Of so many partitions, the one that events with this partition key, else ordering key, come in.
+
+        `InvalidSetting` where nobody can say: then the state of its processors cannot be repartitioned.
+        """
+        raise InvalidSetting(f"{self.name}: which partition a key goes to is not known ({key!r} of {partitions})")
+
+    def unread(self, number: int, progress: Progress) -> bool:
+        """Whether a partition has messages that are not done. Looks only: nothing is handed out or taken over."""
+        raise InvalidSetting(f"{self.name}: how much of partition {number} is done is not known ({progress})")
 
     @abstractmethod
     def close(self) -> None:

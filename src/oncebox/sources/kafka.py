@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0
 CHECK_SECONDS = 2.0  # between two looks at the topic
+UNREAD_MAX, UNREAD_BYTES_MAX, UNREAD_WAIT = 1_000, 16 * 1024 * 1024, timedelta(seconds=10)
+_MURMUR, _WORD = 0x5BD1_E995, 0xFFFF_FFFF
 _OURS = frozenset(
     {
         *("bootstrap.servers", "metadata.broker.list", "group.id", "group.instance.id", "isolation.level"),
@@ -126,6 +128,24 @@ class KafkaSource(Source):
         }
         return KafkaPartition(self, TopicPartition(self.topic, number), log_now.mark, progress, settings)
 
+    def route(self, key: str, partitions: int) -> int:
+        """As Java's client does it, and the publisher unless its `partitioner` was changed: by murmur2 of the key."""
+        return (murmur2(key.encode()) & 0x7FFF_FFFF) % partitions
+
+    def unread(self, number: int, progress: Progress) -> bool:
+        """Whether there are records behind the progress; what a transaction leaves in the log is none."""
+        part = self.partition(number, progress, owner="unread")
+        try:
+            while not part.at_end:
+                messages = part.poll(UNREAD_MAX, bytes_max=UNREAD_BYTES_MAX, timeout=UNREAD_WAIT)
+                if not messages:  # markers of transactions, up to the end
+                    return False
+                if any(not progress.covers(message.position) for message in messages):
+                    return True
+            return False
+        finally:
+            part.close()
+
     def look_for(self, low: Position) -> Log:
         """The same topic that `low` is of; `PositionGone` if it is not there any more."""
         try:
@@ -216,6 +236,11 @@ class KafkaPartition(SourcePartition):
             self._open = False
             self._consumer.close()
 
+    @property
+    def at_end(self) -> bool:
+        """Whether everything that is in the log now was handed out."""
+        return not self._buffer and self._next >= self._bounds()[1]
+
     def _at(self, offset: int) -> TopicPartition:
         return TopicPartition(self._topic, self._number, offset)
 
@@ -299,6 +324,20 @@ class KafkaPartition(SourcePartition):
     def _stranger(self, offset: int) -> tuple[UUID, str]:
         place = f"oncebox/kafka/{self._topic}/{self._mark}/{self._number}/{offset}"
         return uuid5(NAMESPACE_OID, place), self._topic
+
+
+def murmur2(key: bytes) -> int:
+    """The hash that Kafka's clients choose partitions by: MurmurHash2 of 32 bits, with Kafka's seed."""
+    found = 0x9747_B28C ^ len(key)
+    whole = len(key) & ~3
+    for at in range(0, whole, 4):
+        word = int.from_bytes(key[at : at + 4], "little") * _MURMUR & _WORD
+        word = (word ^ word >> 24) * _MURMUR & _WORD
+        found = (found * _MURMUR & _WORD) ^ word
+    if rest := key[whole:]:
+        found = (found ^ int.from_bytes(rest, "little")) * _MURMUR & _WORD
+    found = (found ^ found >> 13) * _MURMUR & _WORD
+    return found ^ found >> 15
 
 
 def _text(value: bytes | None) -> str | None:

@@ -23,7 +23,7 @@ from redis.retry import Retry
 from .. import clock
 from ..errors import PositionGone, SourceError, SourceUnavailable
 from ..publishers.message import PublisherUrl, time_from
-from ..publishers.valkey import PARTITIONS_MAX, event_from, stream_of
+from ..publishers.valkey import PARTITIONS_MAX, event_from, partition_of, stream_of
 from ..publishers.valkey_wire import connection_settings
 from .base import Message, Position, Progress, Source, SourceCapabilities, SourcePartition
 
@@ -114,6 +114,21 @@ class ValkeySource(Source):
             if "no such key" in str(error):
                 return False
             raise
+
+    def route(self, key: str, partitions: int) -> int:
+        """As the publisher does it: by the CRC-32 of the key."""
+        return partition_of(key, partitions)
+
+    def unread(self, number: int, progress: Progress) -> bool:  # noqa: ARG002 - the group knows what is done
+        """Whether the group has pending entries, or there are some behind the last that it was given."""
+        stream = stream_of(self.stream, number, self._partitions)
+        with self.asking():
+            if not self.client.exists(stream):
+                return False
+            groups = {group["name"]: group for group in self.client.xinfo_groups(stream)}
+            ours = groups.get(self.group.encode(), {"pending": 0, "last-delivered-id": b"0-0"})
+            behind = "(" + ours["last-delivered-id"].decode()
+            return bool(ours["pending"] or self.client.xrange(stream, min=behind, count=1))
 
     def gone(self, stream: str, problem: str) -> PositionGone:
         """Entries are lost that nobody was given: only an operator can decide to go on."""

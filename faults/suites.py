@@ -39,5 +39,18 @@ UNIT = Suite("unit", ("tests/unit",), never=("test_benchmarks", "test_faults", "
 CLI = Suite("cli", ("tests/cli", "tests/unit/test_operations.py"))
 _ENGINE = ("breaker", "calls", "living", "rate", "settings")
 RELAY = Suite("relay", ("tests/relay", *(f"tests/unit/test_relay_{part}.py" for part in _ENGINE)))
+_STATES = ("sqlite", "rocksdb", "postgresql")
+_SOURCES = ("kafka", "valkey", "outbox")
+PROCESSOR = Suite(
+    "processor",
+    (
+        "tests/processor",
+        *(f"tests/conformance/test_states_{kind}.py" for kind in _STATES),
+        *(f"tests/conformance/test_sources_{kind}.py" for kind in _SOURCES),
+        "tests/sources",
+        "tests/crash/test_process_kills.py",
+        "tests/crash/test_process_bad_days.py",
+    ),
+)
 
-SUITES = (SQLITE, POSTGRESQL, PRODUCER, UNIT, CLI, RELAY)
+SUITES = (SQLITE, POSTGRESQL, PRODUCER, UNIT, CLI, RELAY, PROCESSOR)

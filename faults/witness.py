@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-LONG = ("lives", "processes", "server")  # parts of the kit whose tests take long
+LONG = ("lives", "processes", "server", "test_machine", "test_process_kills", "test_process_bad_days")  # take long
 TIMED_OUT = "Timeout ("  # how pytest-timeout begins what it says
 
 
@@ -51,7 +51,7 @@ class _Witness:
 
     def _be_impatient(self) -> None:
         """What the tests wait for comes at once or, with a fault, never."""
-        for name in ("oncebox.testing.conformance.given", "tests.relay.stage"):
+        for name in ("oncebox.testing.conformance.given", "oncebox.testing.publishing.given", "tests.relay.stage"):
             if waiting := sys.modules.get(name):
                 waiting.PATIENCE_SECONDS = float(self._order["patience"])  # type: ignore[attr-defined]
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..fault import Edit, Fault
 from ..suites import SUITES
 
-FILES = ("sqlite", "postgresql", "producer", "model", "operations", "relay")
+FILES = ("sqlite", "postgresql", "producer", "model", "operations", "relay", "processor")
 
 
 def read(path: Path) -> Iterator[Fault]:

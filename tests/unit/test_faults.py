@@ -78,9 +78,9 @@ def test_each_fault_has_a_name_of_its_own_and_breaks_rules_that_exist() -> None:
         assert set(fault.rules) <= known, fault.name
 
 
-def test_there_are_faults_for_both_stores_the_producer_the_relay_and_the_model() -> None:
+def test_there_are_faults_for_both_stores_the_producer_the_engines_and_the_model() -> None:
     counts = Counter(fault.suite.name for fault in FAULTS)
-    assert counts.keys() == {"sqlite", "postgresql", "producer", "unit", "cli", "relay"}
+    assert counts.keys() == {"sqlite", "postgresql", "producer", "unit", "cli", "relay", "processor"}
     assert counts.total() >= 30
 
 

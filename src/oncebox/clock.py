@@ -46,6 +46,14 @@ def uuid7() -> UUID:
     return new
 
 
+def uuid_of(number: int) -> UUID:
+    """The UUID that a number of 128 bits is, in a third of the time that asking `UUID` takes."""
+    new = _new(UUID)
+    _set_number(new, number)
+    _set_safety(new, _SAFETY)
+    return new
+
+
 def uuid7s(count: int) -> list[UUID]:
     """`count` new UUIDv7 in growing order; one lock and one read of entropy for all of them."""
     first = _reserve(count)

@@ -201,7 +201,7 @@ class Runner:
     def call(self, handler: Handler, event: Event, context: Context) -> None:
         """Run it to its end."""
         result = handler(event, context)
-        if inspect.isawaitable(result):
+        if result is not None and inspect.isawaitable(result):
             self._loop = self._loop or asyncio.Runner()
             self._loop.run(_awaited(result))
 

@@ -16,7 +16,7 @@ marker is always committed by itself, right before its handler runs.
 
 import logging
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -31,6 +31,7 @@ from ..states.base import KEY_BYTES_MAX, Space, StatePartition, Write
 from ..stores.base import OutboxStore, Query
 from . import records
 from .app import Permanent, Processor, Runner, State
+from .inbox import Inbox
 from .memory import Entry, Memory, Overlay, writes
 from .progress import Tracker
 from .requests import Requests
@@ -162,6 +163,7 @@ class Engine:
         self._held_at = clock.monotonic()
         self._waiting = Waiting(self._recover(found))
         self._failures = self._failed_before()
+        self._inbox = Inbox(state)
         self._marked: list[Tried] = []  # the next batch, if its marker is committed already
         self._trouble: OnceboxError | None = None  # what the source said while a batch was at work
         self._plenty = False  # the source had as much as was asked for, or nearly
@@ -289,7 +291,7 @@ class Engine:
     def _sort(self, messages: Sequence[Message]) -> int:
         """What is new waits for its turn, what is done is acknowledged again; how many were done."""
         identities = [records.identity(message) for message in messages]
-        known: Collection[Any] = self._state.get(Space.INBOX, identities)
+        known = self._inbox.known(identities)
         covered = self._tracker.delivered([message.position for message in messages])
         if not self._log_source:
             covered = ()
@@ -431,6 +433,7 @@ class Engine:
         self._state.commit([*self._records(change), *writes(change.state)])
         self._memory.committed(change.state)
         self._waiting.finished(done)
+        self._inbox.added([tried.identity for tried in done])
         self._next_outgoing += len(change.emitted)
         if self._failures:
             for tried in done:

@@ -24,7 +24,7 @@ def identity(message: Message) -> bytes:
 
 def identity_of(event_id: UUID, replays: int) -> bytes:
     """16 bytes of the id, 4 of the replay count."""
-    return event_id.bytes + replays.to_bytes(4)
+    return (event_id.int << 32 | replays).to_bytes(20)
 
 
 def emitted_id(processor: str, message: Message, place: int) -> UUID:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 from uuid import UUID
 
+from ..clock import uuid_of
 from ..config import hidden_password, parse_duration
 from ..errors import InvalidSetting
 from ..event import BYTES_TYPE, RESERVED_HEADERS, RESERVED_PREFIX, Claim, Event
@@ -33,6 +34,7 @@ _REMEMBERED_MAX = 10_000  # event types whose destination is kept at hand
 _TRACE_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _TRACE_STATE_MAX = 512
 _REPLAYS_DIGITS_MAX = 9
+_UUID_DIGITS = 32
 
 T = TypeVar("T")
 Stranger = Callable[[], tuple[UUID, str]]  # the id and the type of what no relay wrote; seldom asked for
@@ -95,6 +97,8 @@ def event_from(
 
 def _content_type(own: dict[str, str]) -> str:
     """What the payload is; our header goes, one that the event brought in other letters stays."""
+    if len(own) == 1 and CONTENT_TYPE in own:
+        return own.pop(CONTENT_TYPE)
     spelt = [name for name in own if name.lower() == CONTENT_TYPE]
     if spelt == [CONTENT_TYPE]:
         return own.pop(CONTENT_TYPE)
@@ -111,8 +115,11 @@ def time_from(milliseconds: int) -> datetime:
 
 def uuid_from(text: str | None) -> UUID | None:
     """The id that the text is, if it is one."""
+    if not text:
+        return None
     try:
-        return UUID(text) if text else None
+        digits = text.replace("-", "")
+        return uuid_of(int(digits, 16)) if len(digits) == _UUID_DIGITS else UUID(text)
     except ValueError:
         return None
 

@@ -38,6 +38,7 @@ _OURS = frozenset(
 )
 _GONE = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE})
 _NO_TOPIC = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})
+_SHOWN = "backslashreplace"  # what a relay wrote is UTF-8; of a stranger's bytes something is shown
 _UNKNOWN_TOPIC_ID = 100  # the topic was deleted, and perhaps made anew
 _PASSING = frozenset({KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._TIMED_OUT})
 
@@ -210,10 +211,11 @@ class KafkaPartition(SourcePartition):
         found: list[Message] = []
         size = 0
         while self._buffer and len(found) < limit:
-            size += len(self._buffer[0].value() or b"")
+            payload = self._buffer[0].value() or b""
+            size += len(payload)
             if found and size > bytes_max:
                 break
-            found.append(self._message(self._buffer.popleft()))
+            found.append(self._message(self._buffer.popleft(), payload))
         return found
 
     def ack(self, messages: Sequence[Message]) -> None:
@@ -311,12 +313,16 @@ class KafkaPartition(SourcePartition):
             self._source.look_for((self._next - 1, self._mark))
             self._checked_at = clock.monotonic()
 
-    def _message(self, record: Any) -> Message:
+    def _message(self, record: Any, payload: bytes) -> Message:
         offset = record.offset()
-        headers = {name: _text(value) or "" for name, value in record.headers() or ()}
-        stranger = partial(self._stranger, offset)
+        headers = {name: value.decode(errors=_SHOWN) if value else "" for name, value in record.headers() or ()}
+        key = record.key()
         event, replays = event_from(
-            headers, record.value() or b"", _text(record.key()), _time(record), stranger=stranger
+            headers,
+            payload,
+            None if key is None else key.decode(errors=_SHOWN),
+            _time(record),
+            stranger=partial(self._stranger, offset),
         )
         self._held[offset] = None
         return Message((offset, self._mark), event, replays)
@@ -338,11 +344,6 @@ def murmur2(key: bytes) -> int:
         found = (found ^ int.from_bytes(rest, "little")) * _MURMUR & _WORD
     found = (found ^ found >> 13) * _MURMUR & _WORD
     return found ^ found >> 15
-
-
-def _text(value: bytes | None) -> str | None:
-    """What a relay wrote is UTF-8; of a stranger's bytes something is shown."""
-    return None if value is None else value.decode(errors="backslashreplace")
 
 
 def _time(record: Any) -> datetime:

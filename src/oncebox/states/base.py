@@ -12,6 +12,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from typing import ClassVar, NamedTuple, Self
 
 from ..errors import InvalidSetting, PartitionsChanged
@@ -22,6 +25,7 @@ NAME_MAX = 64
 PARTITIONS_MAX = 65_536
 SWEEP_MIN, SWEEP_MAX = 64, 8_192  # entries that one commit looks at for expired ones
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_SPACE, _KEY, _VALUE = itemgetter(0), itemgetter(1), itemgetter(2)  # of a `Write`
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -133,6 +137,7 @@ class StateStore(ABC):
         """Close everything; safe to call twice."""
 
 
+@lru_cache(maxsize=1_024)  # a batch has one for all of its inbox
 def micros(time: datetime) -> int:
     """A time as stores keep it: microseconds since 1970."""
     return (time - _EPOCH) // timedelta(microseconds=1)
@@ -146,12 +151,17 @@ def from_micros(number: int) -> datetime:
 def grouped(writes: Iterable[Write]) -> dict[Space, dict[bytes, Write]]:
     """The last write to each key, by space; `InvalidSetting` for a key or a value that no store takes."""
     found: dict[Space, dict[bytes, Write]] = {}
-    for write in writes:
-        if not 0 < len(write.key) <= KEY_BYTES_MAX:
-            raise InvalidSetting(f"a key of {len(write.key):,} bytes in {write.space}; give 1 to {KEY_BYTES_MAX:,}")
-        if write.value is not None and len(write.value) > VALUE_BYTES_MAX:
-            raise InvalidSetting(f"a value of {len(write.value):,} bytes in {write.space}; at most {VALUE_BYTES_MAX:,}")
-        found.setdefault(write.space, {})[write.key] = write
+    for space, run in groupby(writes, _SPACE):  # writes come in runs of one space: each is taken as a whole
+        changes = list(run)
+        keys = list(map(_KEY, changes))
+        shortest, longest = min(map(len, keys)), max(map(len, keys))
+        if not 0 < shortest <= longest <= KEY_BYTES_MAX:
+            wrong = longest if shortest else 0
+            raise InvalidSetting(f"a key of {wrong:,} bytes in {space}; give 1 to {KEY_BYTES_MAX:,}")
+        largest = max(map(len, filter(None, map(_VALUE, changes))), default=0)
+        if largest > VALUE_BYTES_MAX:
+            raise InvalidSetting(f"a value of {largest:,} bytes in {space}; at most {VALUE_BYTES_MAX:,}")
+        found.setdefault(space, {}).update(zip(keys, changes, strict=True))
     return found
 
 

@@ -11,9 +11,8 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -136,12 +135,18 @@ class _Database:
         """All of the batch, down to the disk."""
         self.rocks.write(batch, self._synced)
 
-    def put(self, batch: WriteBatch, write: Write) -> None:
-        """Add a write to a batch."""
-        if write.value is None:
-            batch.delete(write.key, self.handles[write.space])
-        else:
-            batch.put(write.key, _stored(write.value, write.expires_at), self.handles[write.space])
+    def put(self, batch: WriteBatch, space: Space, writes: Iterable[Write]) -> bool:
+        """Add writes to a batch; whether some of them expire."""
+        handle, expiring = self.handles[space], False
+        for _, key, value, expires_at in writes:
+            if value is None:
+                batch.delete(key, handle)
+            elif expires_at is None:
+                batch.put(key, _NEVER + value, handle)
+            else:
+                expiring = True
+                batch.put(key, micros(expires_at).to_bytes(EXPIRY_BYTES) + value, handle)
+        return expiring
 
     @property
     def epoch(self) -> int:
@@ -166,10 +171,6 @@ def _forget() -> None:
 
 _abandoned: dict[Path, _Database] = {}
 os.register_at_fork(after_in_child=_forget)
-
-
-def _stored(value: bytes, expires_at: datetime | None) -> bytes:
-    return (_NEVER if expires_at is None else micros(expires_at).to_bytes(EXPIRY_BYTES)) + value
 
 
 def _expired(stored: bytes, now: bytes) -> bool:
@@ -363,11 +364,10 @@ class RocksDBPartition(StatePartition):
             for space, hand in self._hands.items():
                 self._sweep(batch, space, hand)
             for space, changes in spaces.items():
-                for write in changes.values():
-                    database.put(batch, write)
-                    if write.expires_at is not None and space not in self._hands:
-                        self._hands[space] = b""
-                        batch.put(_HAND + space.encode(), b"", database.default)
+                expiring = database.put(batch, space, changes.values())
+                if expiring and space not in self._hands:
+                    self._hands[space] = b""
+                    batch.put(_HAND + space.encode(), b"", database.default)
             database.write(batch)
 
     def statistics(self) -> dict[str, int]:
@@ -403,8 +403,7 @@ class RocksDBPartition(StatePartition):
         self._check_epoch()
         batch = WriteBatch(raw_mode=True)
         for asked in waiting.values():
-            for write in asked:
-                self._database.put(batch, write)
+            self._database.put(batch, space, asked)
         self._database.write(batch)
         self._requests.remove(waiting)
 

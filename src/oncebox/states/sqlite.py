@@ -8,6 +8,7 @@ import sqlite3
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Self
 from urllib.parse import quote
@@ -33,6 +34,7 @@ from .folder import LOCKS, Folder
 FORMAT = 1
 SUFFIX = ".sqlite"
 BUSY_SECONDS = 30.0
+ROWS = 50  # in one INSERT: a third less time than one by one; more bring no more
 GET_MAX = 32_000  # keys in one statement, which sees one moment
 _UNAVAILABLE: Mapping[int, str] = {
     sqlite3.SQLITE_BUSY: "another process writes for too long; try again",
@@ -59,6 +61,7 @@ _TABLES = [
     f"PRAGMA user_version = {FORMAT}",
 ]
 _PUT = {space: f'INSERT OR REPLACE INTO "{space}" VALUES (?, ?, ?)' for space in Space}  # noqa: S608 - names are ours
+_PUT_ROWS = {space: statement + ", (?, ?, ?)" * (ROWS - 1) for space, statement in _PUT.items()}
 _DELETE = {space: f'DELETE FROM "{space}" WHERE key = ?' for space in Space}  # noqa: S608
 _UNEXPIRED = "(expires_at IS NULL OR expires_at > ?)"
 
@@ -233,17 +236,19 @@ class SQLitePartition(SQLiteView, StatePartition):
 
 
 def _write(connection: sqlite3.Connection, space: Space, writes: Collection[Write]) -> None:
-    expiring = [write.key for write in writes if write.expires_at is not None]
-    connection.executemany(
-        _PUT[space],
-        [
-            (key, value, None if expires_at is None else micros(expires_at))
-            for _, key, value, expires_at in writes
-            if value is not None
-        ],
-    )
-    connection.executemany(_DELETE[space], [(write.key,) for write in writes if write.value is None])
-    if expiring:
+    puts = [
+        (key, value, None if expires_at is None else micros(expires_at))
+        for _, key, value, expires_at in writes
+        if value is not None
+    ]
+    puts.sort()  # a page that several keys share is found once
+    whole = len(puts) - len(puts) % ROWS
+    for first in range(0, whole, ROWS):
+        connection.execute(_PUT_ROWS[space], list(chain.from_iterable(puts[first : first + ROWS])))
+    connection.executemany(_PUT[space], puts[whole:])
+    if len(puts) < len(writes):
+        connection.executemany(_DELETE[space], [(write.key,) for write in writes if write.value is None])
+    if any(expires_at is not None for _, _, expires_at in puts):
         connection.execute("INSERT OR IGNORE INTO hand VALUES (?, x'')", (space.value,))
 
 

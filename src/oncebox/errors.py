@@ -13,11 +13,13 @@
     ├─ PublisherUnavailable       the broker does not answer
     ├─ SourceError
     │  ├─ SourceUnavailable       the source does not answer
+    │  │  └─ LeaseLost            events were given to others before their effects could be committed
     │  └─ PositionGone            the source no longer has what comes next (retention)
     ├─ StateError
     │  ├─ StateUnavailable        the state store does not answer; what was asked may or may not have happened
     │  ├─ StateInUse              another process has the local store open
     │  ├─ Fenced                  another owner has taken the partition
+    │  ├─ TransactionEnded        the transaction of a batch was ended by a handler that had its connection
     │  └─ PartitionsChanged       the source has another number of partitions than the state
     └─ StoreError                 the store refused or could not be reached
        ├─ StoreUnavailable        it does not answer; the same call may pass later
@@ -87,6 +89,10 @@ class SourceUnavailable(SourceError):
     """The source does not answer; the same call may pass later."""
 
 
+class LeaseLost(SourceUnavailable):
+    """Events were lost to others before their effects were committed; nothing was, and they may come again."""
+
+
 class PositionGone(SourceError):
     """The source no longer has what comes after the checkpoint: going on would skip it."""
 
@@ -105,6 +111,10 @@ class StateInUse(StateError):
 
 class Fenced(StateError):
     """Another owner has taken the partition; nothing was written."""
+
+
+class TransactionEnded(StateError):
+    """The transaction of a batch is gone, since a handler ended it; nothing that came after is written."""
 
 
 class PartitionsChanged(StateError):

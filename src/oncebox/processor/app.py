@@ -57,6 +57,16 @@ class Context(Protocol):
     def attempt(self) -> int:
         """1 at first; how often this event has been tried."""
 
+    @property
+    def connection(self) -> Any:
+        """The driver's connection to the database of the state, in the transaction of this batch.
+
+        What a handler does with it is committed with the state and the checkpoint, and undone when the handler fails:
+        a `sqlite3.Connection` to the file of this partition, or a `psycopg.Connection`. It ends with the handler, which
+        may not commit, roll back, close or LISTEN, and should not wait: nobody else gets the partition meanwhile. With
+        state in RocksDB it is an error that stops the processor.
+        """
+
     def emit(
         self,
         event_type: str,

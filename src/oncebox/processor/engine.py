@@ -8,6 +8,9 @@
 6. Acknowledge.                                     A crash before it: redelivered, and left out by step 1 (EO-05).
 7. Forward what was emitted, then remove it.        A crash between: forwarded again, and known by its id.
 
+Where state and outbox are one database, what is emitted is written there in 5, and so is 6 if the events came from it:
+then nothing is left to forward or to acknowledge, and a lease that was lost undoes all of it.
+
 While the source has many messages, steps 1 and 2 of the next batch come within 4 and 5 of this one: its marker takes
 the place of the cleared one, and a batch costs one commit. A crash before its handlers ran then has them run one by
 one all the same; that is slower, and nobody is blamed, since only a marker of a single event blames it, and such a
@@ -24,7 +27,7 @@ from typing import Any
 from uuid import UUID
 
 from .. import clock
-from ..errors import DuplicateEvent, InvalidSetting, OnceboxError
+from ..errors import DuplicateEvent, InvalidSetting, OnceboxError, TransactionEnded
 from ..event import NewEvent
 from ..sources.base import Message, Progress, SourcePartition
 from ..states.base import KEY_BYTES_MAX, Space, StatePartition, Write
@@ -32,6 +35,7 @@ from ..stores.base import OutboxStore, Query
 from . import records
 from .app import Permanent, Processor, Runner, State
 from .inbox import Inbox
+from .joined import Joined
 from .memory import Entry, Memory, Overlay, writes
 from .progress import Tracker
 from .requests import Requests
@@ -85,6 +89,8 @@ class _Context:
         self._tried = tried
         self.state: State = state
         self.emitted: list[NewEvent] = []
+        self.trouble: OnceboxError | None = None  # not the event's, whatever the handler makes of it
+        self._lent: Any = None
 
     @property
     def replay(self) -> int:
@@ -95,6 +101,30 @@ class _Context:
     def attempt(self) -> int:
         """See `Context.attempt`."""
         return self._tried.failures + 1
+
+    @property
+    def connection(self) -> Any:
+        """See `Context.connection`."""
+        if self._lent is None:
+            try:
+                self._lent = self._engine.lend()
+            except OnceboxError as error:
+                self.trouble = error
+                raise
+        return self._lent
+
+    def give_back(self, *, keep: bool) -> None:
+        """End what was done on the connection, if it was asked for."""
+        if self.trouble is not None:
+            raise self.trouble
+        if self._lent is None:
+            return
+        try:
+            self._engine.take_back(keep=keep)
+        except TransactionEnded as error:
+            self.trouble = error
+            raise
+        self._lent = None
 
     def emit(
         self,
@@ -169,6 +199,8 @@ class Engine:
         self._plenty = False  # the source had as much as was asked for, or nearly
         self._next_outgoing = self._first_free()
         self._requests = Requests(app, state, self._admit)
+        self._joined = Joined(state, source, outbox)
+        self._left = self._joined.emits  # perhaps emitted events of a former life, when they did not join
 
     @property
     def name(self) -> str:
@@ -226,6 +258,8 @@ class Engine:
     def step(self, *, wait: timedelta = POLL) -> Round:
         """One turn: a batch from the source and what is due again, to its end."""
         self._hold()
+        if self._left:
+            self._forward()  # before anything newer
         self._requests.turn()
         batch, self._marked = self._marked, []
         skipped = 0 if batch else self._take(wait)  # 1
@@ -246,10 +280,12 @@ class Engine:
             skipped += self._announce()  # 1, 2 of the next batch
             self._commit(change)  # 4, 5
         except Exception:  # not the handlers' fault, and this process lives: no event is to blame
+            self._state.rollback()
             self._unmark()
             raise
         self._at("committed")
-        self._source.ack([message for tried in change.finished for message in tried.messages])  # 6
+        if not self._joined.acknowledges:
+            self._source.ack([message for tried in change.finished for message in tried.messages])  # 6
         self._at("acknowledged")
         self._forward()  # 7
         return Round(
@@ -376,9 +412,11 @@ class Engine:
         context = _Context(self, tried, overlay)
         try:
             self._runner.call(handler, tried.message.event, context)
+            context.give_back(keep=True)
         except NoOutbox:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is this event's failure
+            context.give_back(keep=False)
             return self._note(tried, error, change)
         change.state |= overlay.changes
         change.emitted += context.emitted
@@ -420,6 +458,14 @@ class Engine:
             redriven=former.redriven + 1 if former else 0,
         )
 
+    def lend(self) -> Any:
+        """The connection of the state's transaction, for a handler."""
+        return self._state.lend()
+
+    def take_back(self, *, keep: bool) -> None:
+        """It has ended: well, or not."""
+        self._state.take_back(keep=keep)
+
     def check_emits(self) -> None:
         """Refuse to emit when there is no outbox to emit to."""
         if self._outbox is None:
@@ -429,8 +475,13 @@ class Engine:
 
     def _commit(self, change: Change) -> None:
         done = change.finished
-        self._tracker.finished([message.position for tried in done for message in tried.messages])
-        self._state.commit([*self._records(change), *writes(change.state)])
+        messages = [message for tried in done for message in tried.messages]
+        self._tracker.finished([message.position for message in messages])
+        changes = [*self._records(change), *writes(change.state)]
+        if also := self._joined.actions(change.emitted, messages):
+            self._state.commit(changes, also=also)
+        else:
+            self._state.commit(changes)
         self._memory.committed(change.state)
         self._waiting.finished(done)
         self._inbox.added([tried.identity for tried in done])
@@ -463,7 +514,7 @@ class Engine:
         )
         found += [
             Write(Space.OUTGOING, records.outgoing_key(self._next_outgoing + place), records.outgoing_bytes(event))
-            for place, event in enumerate(change.emitted)
+            for place, event in enumerate(() if self._joined.emits else change.emitted)
         ]
         return found
 
@@ -471,6 +522,9 @@ class Engine:
 
     def _forward(self) -> None:
         """Hand emitted events to the outbox, oldest first; what is there already was handed over before a crash."""
+        if self._joined.emits and not self._left:
+            return
+        self._left = False
         while self._outbox is not None and (page := self._state.scan(Space.OUTGOING, limit=FORWARD_MAX)):
             append_once(self._outbox, [records.outgoing_from(value) for _, value in page])
             self._at("forwarded")

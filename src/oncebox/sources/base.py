@@ -63,6 +63,9 @@ class SourcePartition(ABC):
     end of its retention, is found again by nothing else while the first message is still unfinished.
     """
 
+    may_join: bool = False
+    """Whether there is anything to be asked by `joins`."""
+
     @abstractmethod
     def poll(self, limit: int, *, bytes_max: int, timeout: timedelta) -> list[Message]:
         """Up to `limit` messages that were not handed out by this object before, within about `timeout`.
@@ -75,6 +78,17 @@ class SourcePartition(ABC):
     @abstractmethod
     def ack(self, messages: Sequence[Message]) -> None:
         """These are done: their effects are committed. Best effort: what is lost comes again, and is skipped then."""
+
+    def joins(self, connection: Any) -> bool:  # noqa: ARG002 - a source that cannot join any has no use for it
+        """Whether `ack_on` may acknowledge in the transaction of this connection, which is that of the state."""
+        return False
+
+    def ack_on(self, connection: Any, messages: Sequence[Message]) -> None:
+        """As `ack`, in the transaction that commits their effects. `LeaseLost` when one of them is no longer held.
+
+        Then nothing of the transaction may be committed: whoever has the event now decides what becomes of it.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def hold(self, messages: Sequence[Message]) -> Collection[Position]:

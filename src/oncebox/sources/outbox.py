@@ -10,12 +10,12 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Self, cast
+from typing import Any, Self, cast
 from uuid import UUID
 
 from .. import clock
 from ..config import Budget
-from ..errors import InvalidSetting, PositionGone, SourceUnavailable, StoreUnavailable, UnknownStore
+from ..errors import InvalidSetting, LeaseLost, PositionGone, SourceUnavailable, StoreUnavailable, UnknownStore
 from ..event import Claim, Published, Released, Verdict
 from ..publishers.message import PublisherUrl
 from ..registry import STORE_GROUP, registered
@@ -122,6 +122,7 @@ class OutboxPartition(SourcePartition):
     def __init__(self, source: OutboxSource) -> None:
         self._source = source
         self._store = source.store
+        self.may_join = self._store.capabilities.joins
         self._worker = f"processor/{source.consumer}"
         self._held: dict[int, Claim] = {}  # by seq: handed out and not acknowledged
         self._lock = threading.Lock()  # around `_held`, for `hold` comes from another thread
@@ -172,10 +173,30 @@ class OutboxPartition(SourcePartition):
                 *(self._source.shown, len(refused), len(messages)),
             )
 
-    def _finalize(self, messages: Sequence[Message], verdict: Verdict) -> list[Claim]:
+    def joins(self, connection: Any) -> bool:
+        """Where the state is in the database of the outbox."""
+        with self._source.asking():
+            return self._store.joins(connection)
+
+    def ack_on(self, connection: Any, messages: Sequence[Message]) -> None:
+        """Make them PUBLISHED together with their effects; all of it, or nothing."""
+        with self._source.asking():
+            refused = self._store.finalize_on(connection, [(message.receipt, Published()) for message in messages])
+        if refused:
+            raise LeaseLost(
+                f"{self._source.shown}: the leases of {len(refused)} of {len(messages)} events were lost while they "
+                "were handled: nothing of this batch is committed, and what others have not done comes again; a "
+                "longer lease, or smaller batches, help against it"
+            )
+        self._forget(messages)
+
+    def _forget(self, messages: Sequence[Message]) -> None:
         with self._lock:
             for message in messages:
                 self._held.pop(message.position[0], None)
+
+    def _finalize(self, messages: Sequence[Message], verdict: Verdict) -> list[Claim]:
+        self._forget(messages)
         return self._store.finalize([(message.receipt, verdict) for message in messages]) if messages else []
 
     def hold(self, messages: Sequence[Message]) -> Collection[Position]:

@@ -27,7 +27,9 @@ from .tickets import FORMAT, TicketSource
 
 log = logging.getLogger(__name__)
 
-FATAL = ("PartitionsChanged", "PositionGone", "NoOutbox", "InvalidSetting", "StateError", "UnknownS")  # no retry helps
+FATAL = (  # no retry helps
+    *("PartitionsChanged", "PositionGone", "NoOutbox", "InvalidSetting", "StateError", "TransactionEnded", "UnknownS"),
+)
 
 
 class Stopped(OnceboxError):

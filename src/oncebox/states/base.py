@@ -8,14 +8,14 @@ What the bytes mean is the processor's business.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from ..errors import InvalidSetting, PartitionsChanged
 
@@ -41,6 +41,9 @@ class Space(StrEnum):
     REQUESTS = "__requests__"  # what an operator asks the owner to do
 
 
+Action = Callable[[Any], None]  # what joins a commit, on the driver's own connection; it may neither commit nor wait
+
+
 class Write(NamedTuple):
     """One entry of a change; `value` None deletes it. After `expires_at` it is as if it were deleted."""
 
@@ -56,6 +59,7 @@ class StateCapabilities:
 
     shared: bool = False  # executors on several hosts may use it
     transactional_reads: bool = True  # `look` sees a whole commit or nothing of it
+    lends: bool = False  # others can join the transaction of a commit, on the driver's own connection
 
 
 class StateView(ABC):
@@ -84,15 +88,37 @@ class StatePartition(StateView):
     """One partition in the hands of its owner, until another takes it."""
 
     epoch: int
+    lends: ClassVar[bool] = False  # see `StateCapabilities.lends`
 
     @abstractmethod
-    def commit(self, writes: Sequence[Write]) -> None:
+    def commit(self, writes: Sequence[Write], *, also: Sequence[Action] = ()) -> None:
         """Write all of it, or nothing; durable when this returns (EO-01).
 
         Raises `Fenced`, and writes nothing, once another owner has taken the partition: checked in the same
         transaction. When it raises `StateUnavailable`, nobody knows whether it was written: take the partition anew and
         look. Of several writes to one key the last counts.
+
+        What is done on a connection that was lent is committed with it. So is what the actions of `also` do, each
+        called with the driver's connection; when one raises, nothing is written, and the error is the caller's.
         """
+
+    def lend(self) -> Any:
+        """The driver's connection, in the transaction that the next `commit` ends, under a savepoint of its own.
+
+        The first one of a transaction begins it, and checks the epoch: until its end nobody else takes the partition.
+        """
+        raise InvalidSetting(
+            "this state store has no connection to lend to a handler; keep the state in sqlite:///… or postgresql://…"
+        )
+
+    def take_back(self, *, keep: bool) -> None:
+        """End the savepoint of the last `lend`: keep what was done since, or undo it.
+
+        Raises `StateError` when the transaction is gone, with all that was in it.
+        """
+
+    def rollback(self) -> None:
+        """Undo all that was done on connections that were lent since the last commit; harmless when nothing was."""
 
 
 class StateStore(ABC):

@@ -6,18 +6,20 @@ transaction mode. Whether an entry has expired is decided by the server's clock.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib import resources
 from typing import Any, ClassVar, Self
 
 import psycopg
-from psycopg.rows import TupleRow
+import psycopg.sql
+from psycopg.rows import TupleRow, tuple_row
 
 from ..errors import Fenced, InvalidSetting, OnceboxError, StateError, StateUnavailable, StoreUnavailable
 from ..stores.base import hidden_password
 from ..stores.postgresql_pool import Connection, ConnectionPool, split_url
 from ..stores.sql import named_blocks
 from .base import (
+    Action,
     Space,
     StateCapabilities,
     StatePartition,
@@ -34,8 +36,11 @@ from .base import (
     micros,
     none_there,
 )
+from .lending import check_statement, ended
 
 FORMAT = 1
+_FENCE = "oncebox_state.fence(%b, %b)"
+_IN_TRANSACTION = (psycopg.pq.TransactionStatus.INTRANS, psycopg.pq.TransactionStatus.INERROR)
 _FENCED, _UNSYNCED = "OB003", "OB004"
 _INSERTED_ONCE = frozenset({Space.INBOX, Space.OUTGOING, Space.DEAD_LETTERS})
 _SQL = named_blocks((resources.files(__package__) / "postgresql.sql").read_text("utf-8"))
@@ -64,18 +69,32 @@ class _Server:
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
+        with self.translating(), self._pool.connection() as connection:
+            yield connection
+
+    def connect(self) -> Connection:
+        """A connection beside the pool, which the caller closes."""
+        with self.translating():
+            return self._pool.connect()
+
+    @contextmanager
+    def translating(self) -> Iterator[None]:
         try:
-            with self._pool.connection() as connection:
-                yield connection
+            yield
         except StoreUnavailable as error:
             raise StateUnavailable(str(error)) from error
         except psycopg.Error as error:
             raise self._translated(error) from error
 
     def run(self, statement: str, parameters: Mapping[str, Any] | Sequence[Any] | None = None) -> list[TupleRow]:
-        with self.connection() as connection, connection.cursor(binary=True) as cursor:
-            cursor.execute(statement.encode(), parameters)
-            return cursor.fetchall() if cursor.description else []
+        with self.connection() as connection:
+            return _fetch(connection, statement, parameters)
+
+    def run_on(
+        self, connection: Connection, statement: str, parameters: Mapping[str, Any] | Sequence[Any] | None
+    ) -> list[TupleRow]:
+        with self.translating():
+            return _fetch(connection, statement, parameters)
 
     def close(self) -> None:
         self._pool.close()
@@ -93,6 +112,19 @@ class _Server:
         if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
             return StateUnavailable(f"{self.place} does not answer: {text}")
         return StateError(f"{self.place}: {text}")
+
+
+def _fetch(
+    connection: Connection, statement: str, parameters: Mapping[str, Any] | Sequence[Any] | None
+) -> list[TupleRow]:
+    with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:  # whatever a handler has made of its connection
+        cursor.format = psycopg.pq.Format.BINARY
+        cursor.execute(statement.encode(), parameters)
+        return cursor.fetchall() if cursor.description else []
+
+
+def _closed(place: str) -> StateUnavailable:
+    return StateUnavailable(f"{place}: this partition has been closed; take it anew")
 
 
 def _unsynced(place: str) -> InvalidSetting:
@@ -128,36 +160,136 @@ class PostgreSQLView(StateView):
     def close(self) -> None:
         self._closed = True
 
-    def _run(self, statement: str, parameters: Mapping[str, Any] | Sequence[Any]) -> list[TupleRow]:
+    def _run(self, statement: str, parameters: Mapping[str, Any] | Sequence[Any] | None) -> list[TupleRow]:
         if self._closed:
-            raise StateUnavailable(f"{self._server.place}: this partition has been closed; take it anew")
+            raise _closed(self._server.place)
         return self._server.run(statement, parameters)
+
+
+class _HandlersCursor(psycopg.Cursor[Any]):
+    """Of a connection that is lent to a handler; `commit()` and `rollback()` the driver itself refuses there."""
+
+    def execute(self, query: Any, *values: Any, **options: Any) -> Self:
+        check_statement(self._text(query))
+        return super().execute(query, *values, **options)
+
+    def executemany(self, query: Any, *values: Any, **options: Any) -> None:
+        check_statement(self._text(query))
+        super().executemany(query, *values, **options)
+
+    def _text(self, query: Any) -> str:
+        if isinstance(query, psycopg.sql.Composable):
+            return query.as_string(self)
+        return query.decode(errors="replace") if isinstance(query, bytes) else str(query)
 
 
 class PostgreSQLPartition(PostgreSQLView, StatePartition):
     """One partition in the hands of its owner."""
+
+    lends = True
 
     def __init__(self, server: _Server, partition_id: int, epoch: int) -> None:
         super().__init__(server, partition_id)
         self.epoch = epoch
         hands = server.run(_SQL["hands"], {"id": partition_id})
         self._sweeps = {Space(name): Sweep() for (name,) in hands}
+        self._own: Connection | None = None  # for transactions that others join
+        self._transaction: AbstractContextManager[psycopg.Transaction] | None = None
 
-    def commit(self, writes: Sequence[Write]) -> None:
+    def commit(self, writes: Sequence[Write], *, also: Sequence[Action] = ()) -> None:
         spaces = grouped(writes)
         for space, changes in spaces.items():
             if space not in self._sweeps and any(write.expires_at is not None for write in changes.values()):
                 self._sweeps[space] = Sweep()
         touched = [*spaces, *(space for space in self._sweeps if space not in spaces)]
-        calls, parameters = ["oncebox_state.fence(%b, %b)"], [self._id, self.epoch]
+        calls, parameters = [_FENCE], [self._id, self.epoch]
         for space in touched:
             calls.append(_WRITE.replace("{name}", space.strip("_")))
             portion = self._sweeps[space].portion if space in self._sweeps else 0
             parameters += _parameters(self._id, spaces.get(space, {}).values(), portion)
-        (row,) = self._run(f"select {', '.join(calls)}", parameters)
+        (row,) = self._written(f"select {', '.join(calls)}", parameters, also)
         for space, (looked, expired) in zip(touched, row[1:], strict=True):
             if space in self._sweeps:
                 self._sweeps[space].saw(looked, expired)
+
+    def _written(self, statement: str, parameters: Sequence[Any], also: Sequence[Action]) -> list[TupleRow]:
+        """One statement is a transaction by itself; only with others to join it needs one around it."""
+        if not also and self._transaction is None:
+            return self._run(statement, parameters)
+        connection = self._begin() if self._transaction is None else self._connection()
+        try:
+            rows = self._run(statement, parameters)
+            for action in also:
+                action(connection)
+        except BaseException:
+            self.rollback()
+            raise
+        self._end()
+        return rows
+
+    # --- lending ---------------------------------------------------------------------------------------------------
+
+    def lend(self) -> Connection:
+        if self._transaction is None:
+            self._begin()
+            self._run(f"select {_FENCE}", [self._id, self.epoch])
+        self._run("savepoint oncebox_handler", None)
+        connection = self._connection()
+        connection.cursor_factory = _HandlersCursor
+        return connection
+
+    def take_back(self, *, keep: bool) -> None:
+        connection = self._connection()
+        connection.cursor_factory, connection.row_factory = psycopg.Cursor, tuple_row
+        if connection.closed or connection.info.transaction_status not in _IN_TRANSACTION:
+            self.rollback()
+            raise ended(self._server.place)
+        if not keep:
+            self._run("rollback to savepoint oncebox_handler", None)
+        self._run("release savepoint oncebox_handler", None)
+
+    def rollback(self) -> None:
+        transaction, self._transaction = self._transaction, None
+        if transaction is None:
+            return
+        with suppress(OnceboxError), self._server.translating():  # a connection that is gone has rolled back
+            transaction.__exit__(psycopg.Rollback, psycopg.Rollback(), None)
+
+    def close(self) -> None:
+        self.rollback()
+        super().close()
+        if self._own is not None:
+            self._own.close()
+
+    def _begin(self) -> Connection:
+        """On a connection of its own: what handlers make of its session is seen by handlers alone."""
+        if self._closed:
+            raise _closed(self._server.place)
+        if self._own is None or self._own.closed:
+            self._own = self._server.connect()
+        with self._server.translating():
+            transaction = self._own.transaction()
+            transaction.__enter__()
+        self._transaction = transaction
+        self._run(_SQL["patience"], None)
+        return self._own
+
+    def _end(self) -> None:
+        transaction, self._transaction = self._transaction, None
+        if transaction is not None:
+            with self._server.translating():
+                transaction.__exit__(None, None, None)
+
+    def _connection(self) -> Connection:
+        if self._transaction is None or self._own is None:
+            raise StateError(f"{self._server.place}: no connection is lent")
+        return self._own
+
+    def _run(self, statement: str, parameters: Mapping[str, Any] | Sequence[Any] | None) -> list[TupleRow]:
+        """While a transaction is under way, in it: it sees the same state."""
+        if self._transaction is None:
+            return super()._run(statement, parameters)
+        return self._server.run_on(self._connection(), statement, parameters)
 
 
 def _parameters(partition_id: int, writes: Collection[Write], portion: int) -> list[Any]:
@@ -179,7 +311,7 @@ class PostgreSQLStateStore(StateStore):
     The schema `oncebox_state` is made when the store is first opened.
     """
 
-    capabilities: ClassVar[StateCapabilities] = StateCapabilities(shared=True)
+    capabilities: ClassVar[StateCapabilities] = StateCapabilities(shared=True, lends=True)
 
     def __init__(self, url: str) -> None:
         self._server = _Server(url)

@@ -117,6 +117,10 @@ insert into oncebox_state.format values (%(number)s)
 -- name: own
 select * from oncebox_state.own(%(processor)s, %(number)s, %(partitions)s, %(owner)s)
 
+-- name: patience
+-- Of a transaction that handlers use: while it is open nobody else can take the partition.
+set local idle_in_transaction_session_timeout = '60s'
+
 -- name: hands
 select space from oncebox_state.hand where partition_id = %(id)s
 

@@ -22,6 +22,7 @@ from rocksdict import AccessType, Options, Rdict, WriteBatch, WriteOptions
 from .. import clock
 from ..errors import Fenced, OnceboxError, StateError, StateInUse, StateUnavailable
 from .base import (
+    Action,
     Space,
     StateCapabilities,
     StatePartition,
@@ -356,7 +357,9 @@ class RocksDBPartition(StatePartition):
             self._fold(space)
             return [_write(space, *entry) for entry in _scanned(database.families[space], b"", after, limit)]
 
-    def commit(self, writes: Sequence[Write]) -> None:
+    def commit(self, writes: Sequence[Write], *, also: Sequence[Action] = ()) -> None:
+        if also:
+            self.lend()
         spaces = grouped(writes)
         with self._session() as database:
             self._check_epoch()

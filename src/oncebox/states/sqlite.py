@@ -16,6 +16,7 @@ from urllib.parse import quote
 from .. import clock
 from ..errors import Fenced, OnceboxError, StateError, StateUnavailable
 from .base import (
+    Action,
     Space,
     StateCapabilities,
     StatePartition,
@@ -30,6 +31,7 @@ from .base import (
     micros,
 )
 from .folder import LOCKS, Folder
+from .lending import check_statement, ended, refused
 
 FORMAT = 1
 SUFFIX = ".sqlite"
@@ -66,21 +68,72 @@ _DELETE = {space: f'DELETE FROM "{space}" WHERE key = ?' for space in Space}  # 
 _UNEXPIRED = "(expires_at IS NULL OR expires_at > ?)"
 
 
+class _Cursor(sqlite3.Cursor):
+    """Of a connection that is lent to a handler."""
+
+    def execute(self, statement: str, /, *values: Any) -> Self:
+        check_statement(statement)
+        super().execute(statement, *values)
+        return self
+
+    def executescript(self, _: str, /) -> Self:
+        raise refused("executescript(), which commits first,")
+
+
+class _Connection(sqlite3.Connection):
+    """Refuses, while it is lent to a handler, what would end the transaction."""
+
+    lent = False
+
+    def cursor(self, factory: Any = None) -> Any:
+        return super().cursor(factory or (_Cursor if self.lent else sqlite3.Cursor))
+
+    def execute(self, statement: str, /, *values: Any) -> sqlite3.Cursor:
+        if self.lent:
+            check_statement(statement)
+        return super().execute(statement, *values)
+
+    def executescript(self, script: str, /) -> sqlite3.Cursor:
+        self._check("executescript(), which commits first,")
+        return super().executescript(script)
+
+    def commit(self) -> None:
+        self._check("commit()")
+        super().commit()
+
+    def rollback(self) -> None:
+        self._check("rollback()")
+        super().rollback()
+
+    def close(self) -> None:
+        self._check("close()")
+        super().close()
+
+    def __enter__(self) -> Self:
+        self._check("`with connection`, which commits,")
+        return super().__enter__()
+
+    def _check(self, what: str) -> None:
+        if self.lent:
+            raise refused(what)
+
+
 class _File:
     """A connection to one partition's file, and its errors in our words."""
 
     def __init__(self, path: Path, *, create: bool = False, looks: bool = False) -> None:
-        self._path = path
+        self.path = path
         self._lock = threading.RLock()
         self._closed = False
         with self.translated():
-            self.connection = sqlite3.connect(
+            self.connection: _Connection = sqlite3.connect(
                 f"file:{quote(str(path))}?mode={'rwc' if create else 'rw'}",
                 uri=True,
                 timeout=BUSY_SECONDS,
                 isolation_level=None,
                 check_same_thread=False,
                 cached_statements=256,
+                factory=_Connection,
             )
             try:
                 self._prepare(create=create, looks=looks)
@@ -95,22 +148,25 @@ class _File:
         run("PRAGMA cache_size = -65536")
         run("PRAGMA wal_autocheckpoint = 4000")
         if create and run("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
-            raise StateError(f"{self._path}: SQLite can't keep a write-ahead log here; use a local, writable disk")
+            raise StateError(f"{self.path}: SQLite can't keep a write-ahead log here; use a local, writable disk")
         if create and not run("PRAGMA user_version").fetchone()[0]:
             with self.change():
                 for statement in _TABLES:
                     run(statement)
         (version,) = run("PRAGMA user_version").fetchone()
         if version != FORMAT:
-            raise StateError(f"{self._path} has format {version}, this version knows {FORMAT}: upgrade oncebox")
+            raise StateError(f"{self.path} has format {version}, this version knows {FORMAT}: upgrade oncebox")
         if looks:
             run("PRAGMA query_only = ON")
 
     @contextmanager
-    def change(self) -> Iterator[sqlite3.Connection]:
-        """All of the block happens, or nothing."""
+    def change(self, *, begun: bool = False) -> Iterator[_Connection]:
+        """All of the block happens, or nothing; with what has happened since the transaction was begun, if it was."""
         with self.session() as connection:
-            connection.execute("BEGIN IMMEDIATE")
+            if not begun:
+                connection.execute("BEGIN IMMEDIATE")
+            elif not connection.in_transaction:  # what follows would be committed piece by piece
+                raise ended(str(self.path))
             try:
                 yield connection
                 connection.execute("COMMIT")
@@ -119,10 +175,10 @@ class _File:
                     connection.execute("ROLLBACK")
 
     @contextmanager
-    def session(self) -> Iterator[sqlite3.Connection]:
+    def session(self) -> Iterator[_Connection]:
         with self._lock, self.translated():
             if self._closed:
-                raise StateUnavailable(f"{self._path} has been closed; take the partition anew")
+                raise StateUnavailable(f"{self.path} has been closed; take the partition anew")
             yield self.connection
 
     @contextmanager
@@ -136,11 +192,12 @@ class _File:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
         kind = StateUnavailable if code in _UNAVAILABLE else StateError
         advice = _UNAVAILABLE.get(code) or _REFUSED.get(code, "SQLite failed")
-        return kind(f"{self._path}: {advice} ({error})")
+        return kind(f"{self.path}: {advice} ({error})")
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
+            self.connection.lent = False
             self.connection.close()
 
 
@@ -197,21 +254,59 @@ class SQLiteView(StateView):
 class SQLitePartition(SQLiteView, StatePartition):
     """One file in the hands of its owner."""
 
+    lends = True
+
     def __init__(self, file: _File, lock: Path, epoch: int) -> None:
         super().__init__(file)
         self.epoch = epoch
         self._held: Path | None = lock
+        self._begun = False  # by `lend`: a transaction is under way
         self._sweeps: dict[Space, Sweep] = {}
 
-    def commit(self, writes: Sequence[Write]) -> None:
+    def commit(self, writes: Sequence[Write], *, also: Sequence[Action] = ()) -> None:
         spaces = grouped(writes)
-        with self._file.change() as connection:
-            (epoch,) = connection.execute("SELECT epoch FROM owner").fetchone()
-            if epoch != self.epoch:
-                raise Fenced(f"epoch {self.epoch} has ended: epoch {epoch} owns this partition; nothing was written")
+        with self._file.change(begun=self._begun) as connection:
+            if not self._begun:
+                self._check_epoch(connection)
+            self._begun = False
             for space, changes in spaces.items():
                 _write(connection, space, changes.values())
             self._sweep(connection)
+            for action in also:
+                action(connection)
+
+    def _check_epoch(self, connection: sqlite3.Connection) -> None:
+        (epoch,) = connection.execute("SELECT epoch FROM owner").fetchone()
+        if epoch != self.epoch:
+            raise Fenced(f"epoch {self.epoch} has ended: epoch {epoch} owns this partition; nothing was written")
+
+    def lend(self) -> sqlite3.Connection:
+        with self._file.session() as connection:
+            if not self._begun:
+                connection.execute("BEGIN IMMEDIATE")
+                self._begun = True
+                self._check_epoch(connection)
+            connection.execute("SAVEPOINT oncebox_handler")
+            connection.lent = True
+            return connection
+
+    def take_back(self, *, keep: bool) -> None:
+        with self._file.session() as connection:
+            connection.lent = False
+            if not connection.in_transaction:
+                self._begun = False
+                raise ended(str(self._file.path))
+            if not keep:
+                connection.execute("ROLLBACK TO oncebox_handler")
+            connection.execute("RELEASE oncebox_handler")
+
+    def rollback(self) -> None:
+        begun, self._begun = self._begun, False
+        if begun:
+            with self._file.session() as connection:
+                connection.lent = False
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
 
     def _sweep(self, connection: sqlite3.Connection) -> None:
         """Remove what has expired, among a few entries behind those that the last commit looked at."""
@@ -255,7 +350,7 @@ def _write(connection: sqlite3.Connection, space: Space, writes: Collection[Writ
 class SQLiteStateStore(StateStore):
     """State in files, for `sqlite:///folder`; its processors run on one host."""
 
-    capabilities: ClassVar[StateCapabilities] = StateCapabilities(shared=False)
+    capabilities: ClassVar[StateCapabilities] = StateCapabilities(shared=False, lends=True)
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder

@@ -33,6 +33,7 @@ class Capabilities:
     ordering: bool = True  # SC-11: a key is in one hand at a time
     server: bool = False  # has a clock and processes of its own
     kill_safe: bool = True  # what it confirmed survives kill -9 of every process
+    joins: bool = False  # can write in a transaction that is not its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -407,6 +408,23 @@ class OutboxStore(ABC):
     @abstractmethod
     def readers(self) -> Mapping[str, str]:
         """The registered readers and their positions."""
+
+    # --- in a transaction that is not its own ------------------------------------------------------------------------
+
+    def joins(self, connection: Any) -> bool:  # noqa: ARG002 - a store that cannot join any has no use for it
+        """Whether the two below may write in the transaction of this connection, which is a driver's own.
+
+        So it is of this very database, which the servers are asked about, never URLs; and its role has the rights.
+        """
+        return False
+
+    def append_on(self, connection: Any, events: Sequence[NewEvent]) -> None:
+        """As `append`, in that transaction; an event that is there already is left out."""
+        raise NotImplementedError
+
+    def finalize_on(self, connection: Any, verdicts: Sequence[tuple[Claim, Verdict]]) -> list[Claim]:
+        """As `finalize`, in that transaction: what is not refused is so only if that is committed."""
+        raise NotImplementedError
 
     # --- the log: reading only -------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ store keeps no session state and prepares nothing on the server: it works throug
 
 import json
 import random
+import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -71,7 +72,7 @@ class PostgreSQLStore(OutboxStore):
     `pool_max`. Password and TLS may come from the environment or `~/.pgpass`, as for psql.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(ordering=True, server=True, kill_safe=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(ordering=True, server=True, kill_safe=True, joins=True)
 
     def __init__(self, url: str) -> None:
         self._place = hidden_password(url)
@@ -214,10 +215,7 @@ class PostgreSQLStore(OutboxStore):
     def finalize(self, verdicts: Sequence[tuple[Claim, Verdict]]) -> list[Claim]:
         refused: list[Claim] = []
         for token, settled in _by_token(verdicts).items():
-            refused_seqs = self._one("finalize", token=token, **_arrays(settled))
-            if refused_seqs:
-                lost = frozenset(refused_seqs)
-                refused += [claim for claim, _ in settled if claim.seq in lost]
+            refused += _refused(settled, self._one("finalize", token=token, **_arrays(settled)))
         return refused
 
     def reap(self, *, limit: int = 100, worker: str | None = None) -> list[Reaped]:
@@ -355,6 +353,34 @@ class PostgreSQLStore(OutboxStore):
 
     def readers(self) -> Mapping[str, str]:
         return dict(self._run("readers"))
+
+    # --- in a transaction that is not its own ------------------------------------------------------------------------
+
+    def joins(self, connection: Any) -> bool:
+        if not isinstance(connection, psycopg.Connection):
+            return False
+        key = secrets.randbits(62)
+        with self._translating():
+            _fetch(connection, self._sql["same_database_lock"], {"key": key})
+            if self._one("same_database_try", key=key):
+                return False
+            ((rights,),) = _fetch(connection, self._sql["may_join"])
+        return bool(rights)
+
+    def append_on(self, connection: Any, events: Sequence[NewEvent]) -> None:
+        with self._translating():
+            ((known,),) = _fetch(connection, self._sql["known"], {"ids": [event.event_id for event in events]})
+            fresh = [event for event in events if event.event_id not in frozenset(known or ())]
+            if fresh:
+                self._copy(connection, fresh, _fetch(connection, self._sql["clock"])[0][0])
+
+    def finalize_on(self, connection: Any, verdicts: Sequence[tuple[Claim, Verdict]]) -> list[Claim]:
+        refused: list[Claim] = []
+        with self._translating():
+            for token, settled in _by_token(verdicts).items():
+                rows = _fetch(connection, self._sql["finalize"], {"token": token, **_arrays(settled)})
+                refused += _refused(settled, rows[0][0])
+        return refused
 
     # --- the log ---------------------------------------------------------------------------------------------------
 
@@ -564,6 +590,11 @@ def _by_token(verdicts: Sequence[tuple[Claim, Verdict]]) -> dict[UUID, list[tupl
     for settled in verdicts:
         groups.setdefault(settled[0].token, []).append(settled)
     return groups
+
+
+def _refused(settled: Sequence[tuple[Claim, Verdict]], seqs: Sequence[int] | None) -> list[Claim]:
+    lost = frozenset(seqs or ())
+    return [claim for claim, _ in settled if claim.seq in lost] if lost else []
 
 
 def _arrays(settled: Sequence[tuple[Claim, Verdict]]) -> dict[str, Any]:

@@ -173,6 +173,23 @@ delete from oncebox.reader where name = %(name)s returning 1
 -- name: readers
 select name, position::text from oncebox.reader order by name
 
+-- name: same_database_lock
+-- Advisory locks are known to one database of one running server: who cannot get a lock that another connection has
+-- taken is where that connection is.
+select pg_advisory_xact_lock(%(key)s)
+
+-- name: same_database_try
+select pg_try_advisory_xact_lock(%(key)s)
+
+-- name: may_join
+-- Not in one condition: without a right on the schema, the other questions are errors.
+select case when has_schema_privilege('oncebox', 'usage')
+    then has_any_column_privilege('oncebox.event', 'insert')
+        and has_function_privilege('oncebox.known(uuid[])', 'execute')
+        and has_function_privilege(
+            'oncebox.finalize(uuid, bigint[], bigint[], text[], interval[], text[], integer[])', 'execute')
+    else false end
+
 -- name: log_end
 -- What this snapshot shows lies at or below its largest seq: a reader that is done with that has passed the snapshot.
 select l.mark, greatest(l.pruned, coalesce((select max(seq) from oncebox.event), 0)), l.pruned,

@@ -13,6 +13,7 @@ What a store does not promise, and what it has no server for, is not collected.
 from . import rewriting  # noqa: F401 - before the parts whose assertions it explains
 from .base import DatabaseServer, StateBase, needs
 from .entries import EntriesConformance
+from .lending import LendingConformance
 from .machine import MachineConformance
 from .owners import OwnersConformance
 from .processes import ProcessesConformance
@@ -22,6 +23,11 @@ __all__ = ["DatabaseServer", "StateBase", "StateConformance", "needs"]
 
 
 class StateConformance(
-    EntriesConformance, OwnersConformance, MachineConformance, ProcessesConformance, ServerConformance
+    EntriesConformance,
+    OwnersConformance,
+    LendingConformance,
+    MachineConformance,
+    ProcessesConformance,
+    ServerConformance,
 ):
     """All that a state store promises."""

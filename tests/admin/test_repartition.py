@@ -64,6 +64,15 @@ def moved(broker: Broker, states: StateStore, others: StateStore, count: int = 5
         return repartition(states, "totals", count, source, into=others, who="ada", why="more hosts")
 
 
+def checkpoints(states: StateStore) -> dict[int, list[tuple[bytes, bytes]]]:
+    """Those of each partition that has one."""
+    found: dict[int, list[tuple[bytes, bytes]]] = {}
+    for number in range(states.processors()["totals"]):
+        with closing(states.look("totals", number)) as view:
+            found[number] = view.scan(Space.CHECKPOINTS)
+    return {number: kept for number, kept in found.items() if kept}
+
+
 def test_totals_go_on_in_other_partitions_without_loss_or_double(
     broker: Broker, states: StateStore, others: StateStore
 ) -> None:
@@ -75,6 +84,7 @@ def test_totals_go_on_in_other_partitions_without_loss_or_double(
     broker.grow(5)
     assert moved(broker, states, others) == Moved(partitions=5, keys=7, letters=3)
     assert others.processors() == {"totals": 5}
+    assert checkpoints(others) == (checkpoints(states) if broker.to(2) == broker.to(5) else {})
     totals.runs.clear()
     publish(broker.to(5), [*first[::4], *second])  # a relay's late duplicates come where their key goes now
     Letters(others, "totals").redrive(LetterQuery(), who="ada", everything=True)

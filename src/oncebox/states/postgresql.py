@@ -5,9 +5,11 @@ dies in the middle holds nothing. There is no session state, and nothing is prep
 transaction mode. Whether an entry has expired is decided by the server's clock.
 """
 
+import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib import resources
+from itertools import chain
 from typing import Any, ClassVar, Self
 
 import psycopg
@@ -43,6 +45,10 @@ _FENCE = "oncebox_state.fence(%b, %b)"
 _IN_TRANSACTION = (psycopg.pq.TransactionStatus.INTRANS, psycopg.pq.TransactionStatus.INERROR)
 _FENCED, _UNSYNCED = "OB003", "OB004"
 _INSERTED_ONCE = frozenset({Space.INBOX, Space.OUTGOING, Space.DEAD_LETTERS})
+_BYTEA = psycopg.adapters.types["bytea"].oid
+_ARRAY = struct.Struct("!iiIii")  # dimensions, nulls, type, length, the first index
+_EMPTY_ARRAY = struct.pack("!iiI", 0, 0, _BYTEA)
+_LENGTH = struct.Struct("!i").pack
 _SQL = named_blocks((resources.files(__package__) / "postgresql.sql").read_text("utf-8"))
 _WRITE = "oncebox_state.write_{name}(%b, %b::bytea[], %b::bytea[], %b::bigint[], %b::bytea[], %b)"
 
@@ -53,6 +59,7 @@ def _block(name: str, space: Space) -> str:
         .replace("{table}", space.value)
         .replace("{name}", space.strip("_"))
         .replace("{fillfactor}", "100" if space in _INSERTED_ONCE else "60")
+        .replace("{once}", str(space in _INSERTED_ONCE).lower())
     )
 
 
@@ -143,7 +150,7 @@ class PostgreSQLView(StateView):
         self._closed = False
 
     def get(self, space: Space, keys: Collection[bytes]) -> dict[bytes, bytes]:
-        return dict(self._run(_GET[space], {"id": self._id, "keys": list(keys)})) if keys else {}
+        return dict(self._run(_GET[space], {"id": self._id, "keys": _Array(list(keys))})) if keys else {}
 
     def scan(
         self, space: Space, prefix: bytes = b"", *, after: bytes | None = None, limit: int = 1_000
@@ -294,15 +301,36 @@ class PostgreSQLPartition(PostgreSQLView, StatePartition):
 
 def _parameters(partition_id: int, writes: Collection[Write], portion: int) -> list[Any]:
     """What `write_…` takes; the server takes rows in the order of their keys faster."""
-    puts = sorted((key, value, expires_at) for _, key, value, expires_at in writes if value is not None)
+    puts = sorted([(key, value, expires_at) for _, key, value, expires_at in writes if value is not None])
+    expiries = [0 if expires_at is None else micros(expires_at) for _, _, expires_at in puts]
     return [
         partition_id,
-        [key for key, _, _ in puts],
-        [value for _, value, _ in puts],
-        [0 if expires_at is None else micros(expires_at) for _, _, expires_at in puts],
-        [write.key for write in writes if write.value is None],
+        _Array([key for key, _, _ in puts]),
+        _Array([value for _, value, _ in puts]),
+        expiries[:1] if len(set(expiries)) == 1 else expiries,  # one stands for all
+        _Array([write.key for write in writes if write.value is None] if len(puts) < len(writes) else []),
         portion,
     ]
+
+
+class _Array:
+    """A `bytea[]` that is packed in one go: the driver's own way for lists takes ten times as long."""
+
+    def __init__(self, items: Sequence[bytes]) -> None:
+        lengths = map(_LENGTH, map(len, items))
+        head = _ARRAY.pack(1, 0, _BYTEA, len(items), 1) if items else _EMPTY_ARRAY
+        self.packed = head + b"".join(chain.from_iterable(zip(lengths, items, strict=True)))
+
+
+class _ArrayDumper(psycopg.adapt.Dumper):
+    format = psycopg.pq.Format.BINARY
+    oid = psycopg.adapters.types["bytea"].array_oid
+
+    def dump(self, obj: _Array) -> bytes:
+        return obj.packed
+
+
+psycopg.adapters.register_dumper(_Array, _ArrayDumper)
 
 
 class PostgreSQLStateStore(StateStore):

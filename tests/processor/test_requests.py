@@ -1,12 +1,16 @@
 """Redrive and purge, by the partition's owner: whatever dies between two steps, each happens once."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 from uuid import UUID
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from oncebox import Event, OutboxStore, clock, open_store
 from oncebox.admin import LetterQuery, Letters
@@ -113,11 +117,11 @@ class DiesAtCommit:
         engine = self._engine(at)
         real = engine._state.commit
 
-        def commit(writes: Sequence[Write]) -> None:
+        def commit(writes: Sequence[Write], **also: Any) -> None:
             self._left -= 1
             if not self._left and self._before:
                 raise Died
-            real(writes)
+            real(writes, **also)
             if not self._left:
                 raise Died
 
@@ -508,3 +512,61 @@ def test_a_redriven_letter_keeps_its_place_though_it_came_from_another_source(
     lives.log.add(event(key="k0", amount=1_000))
     lives.until_done()
     assert shop.runs == [100, 1_000]
+
+
+class Turn(NamedTuple):
+    """What operators ask, what the handler refuses meanwhile, and the commit that a life ends at, if at any."""
+
+    redriven: frozenset[int]
+    purged: frozenset[int]
+    refused: frozenset[int]
+    dies_at: int
+    before: bool
+
+
+SOME = st.frozensets(st.integers(0, 7), max_size=8)
+TURNS = st.lists(st.builds(Turn, SOME, SOME, SOME, st.integers(0, 12), st.booleans()), min_size=1, max_size=5)
+
+
+@pytest.mark.requirement("EO-09")
+@given(refused=SOME, turns=TURNS)
+@settings(max_examples=40, deadline=None)
+def test_whatever_is_asked_and_whoever_dies_each_event_has_its_effect_once_or_was_purged(
+    refused: frozenset[int], turns: list[Turn]
+) -> None:
+    shop = Shop(max_retries=3)
+    shop.app._handlers["order.created"] = lambda event, ctx: counted(shop, event, ctx)
+    log = Log()
+    for number in range(8):
+        log.add(event(key=f"k{number % 3}", amount=number))
+    with TemporaryDirectory() as folder, closing(open_state(f"sqlite:///{folder}/state")) as states:
+        lives = Lives(shop.app, log, states)
+        shop.refused = set(refused)
+        lives.until_done()
+        found = Letters(states, "totals")
+        for turn in turns:
+            shop.refused = set(turn.refused)
+            for action, chosen in ((found.redrive, turn.redriven), (found.purge, turn.purged)):
+                if chosen:
+                    action(LetterQuery(event_ids=[log.messages[number].event.event_id for number in chosen]), who="ada")
+            mortal = Lives(shop.app, log, states)
+            DiesAtCommit(mortal, turn.dies_at, before=turn.before)
+            mortal.live()
+        shop.refused = set()
+        lives.until_done()
+        found.redrive(LetterQuery(), **ALL)
+        lives.until_done()
+        effects = {int(key): number for key, number in sums(lives).items()}
+        assert set(effects.values()) <= {1}
+        assert set(range(8)) - set(effects) <= set[int]().union(*(turn.purged for turn in turns))
+        assert (letters(lives), asked(lives), lives.entries(Space.RETRIES)) == ([], [], {})
+        for entry in audits(lives):
+            assert entry.done_at is not None
+            assert entry.done + entry.dead + entry.passed_over == entry.asked
+
+
+def counted(shop: Shop, event: Event, ctx: Context) -> None:
+    """Count each effect under the event's own number."""
+    ctx.state.add(event.payload.decode())
+    if int(event.payload) in shop.refused:
+        raise Permanent("refused") if int(event.payload) % 2 else ValueError("refused")

@@ -6,7 +6,7 @@ Only the owner of a partition writes there. So redrive and purge are requests, l
 """
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -93,7 +93,7 @@ class Letters:
 
     def find(
         self, query: LetterQuery | None = None, *, limit: int | None = None, newest: bool = False
-    ) -> Iterator[Found]:
+    ) -> Generator[Found, None, None]:
         """The letters that fit, by the time of their death, oldest first unless told otherwise."""
         with ExitStack() as stack:
             views = opened(self._store, self._processor, stack)

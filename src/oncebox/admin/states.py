@@ -8,7 +8,7 @@ import difflib
 import heapq
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing
 from datetime import datetime
 from itertools import islice
@@ -59,7 +59,7 @@ def found(store: StateStore, processor: str, key: str) -> dict[int, bytes]:
     return {number: value[wanted] for number, value in values.items() if value}
 
 
-def scanned(store: StateStore, processor: str, prefix: str = "") -> Iterator[tuple[str, int, bytes]]:
+def scanned(store: StateStore, processor: str, prefix: str = "") -> Generator[tuple[str, int, bytes], None, None]:
     """The keys that begin so, in their order, each with its partition and its value; also while the processor runs."""
     with ExitStack() as stack:
         views = opened(store, processor, stack)
@@ -70,7 +70,8 @@ def scanned(store: StateStore, processor: str, prefix: str = "") -> Iterator[tup
 def near(store: StateStore, processor: str, key: str) -> str | None:
     """The key that was probably meant by one that is not there."""
     stem = key[: max(1, len(key) // 2)]
-    known = [one for one, _, _ in islice(scanned(store, processor, stem), NEAR_MAX)]
+    with closing(scanned(store, processor, stem)) as found_keys:
+        known = [one for one, _, _ in islice(found_keys, NEAR_MAX)]
     return next(iter(difflib.get_close_matches(key, known, n=1)), None)
 
 

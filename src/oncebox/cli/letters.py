@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import chain, islice
 from uuid import UUID
 
@@ -22,10 +23,11 @@ def list_letters(call: Call) -> int:
     """`dlq list`: rows for people, an array for programs."""
     args = call.args
     limit = args.limit or (values.ALL if args.json else LIST_LIMIT)
-    with call.states() as store:
-        letters = Letters(store, args.processor)
-        cut = None if limit == values.ALL else limit + 1
-        found = letters.find(_query(args), limit=cut, newest=args.newest)
+    cut = None if limit == values.ALL else limit + 1
+    with (
+        call.states() as store,
+        closing(Letters(store, args.processor).find(_query(args), limit=cut, newest=args.newest)) as found,
+    ):
         listed = islice(found, limit)
         for line in json_array(map(documents.letter, listed)) if args.json else _table(listed, call):
             print(line)

@@ -54,8 +54,7 @@ def scan(call: Call) -> int:
     """`state scan`: rows for people, an array for programs; either way read and written piece by piece."""
     args = call.args
     limit = args.limit or (values.ALL if args.json else LIST_LIMIT)
-    with call.states() as store:
-        found = states.scanned(store, args.processor, args.prefix)
+    with call.states() as store, closing(states.scanned(store, args.processor, args.prefix)) as found:
         listed = islice(found, limit)
         for line in json_array(_document(*one) for one in listed) if args.json else _table(listed, call):
             print(line)

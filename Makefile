@@ -13,9 +13,9 @@ REQUIREMENTS := build/requirements.json
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: ## run a small shop and its relay on Spark, and kill a worker in the middle
-	@$(PYTHON) scripts/environment.py build spark
-	@$(RUN) examples/shop_relay.py
+demo: ## run a small shop, its relay and a processor on Spark, and kill them in the middle
+	@$(PYTHON) scripts/environment.py build demo spark
+	@$(RUN) examples/shop_chain.py
 
 test: spark ## run every test against real servers, and write build/requirements.json and docs/conformance.md
 	@scripts/debian-packages pgbouncer=pgbouncer
@@ -48,7 +48,7 @@ servers: dev ## start PostgreSQL, Valkey and, where there is Java, Kafka; print 
 
 lock: package ## write requirements/*.lock anew from requirements/*.in
 	@$(PYTHON) scripts/environment.py lock
-	@for name in build lock dev spark spark-oldest; do \
+	@for name in build lock dev demo spark spark-oldest; do \
 		(cd requirements && ../$(VENV)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
 			--generate-hashes --no-emit-index-url --no-header $$name.in --output-file $$name.lock) || exit 1; \
 	done

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import Phase, settings
 
 LONG = ("lives", "processes", "server", "test_machine", "test_process_kills", "test_process_bad_days")  # take long
 TIMED_OUT = "Timeout ("  # how pytest-timeout begins what it says
@@ -23,6 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("witness")
     if path is not None:
+        settings.register_profile("witness", phases=[Phase.explicit, Phase.generate])  # it need not explain itself
+        settings.load_profile("witness")
         config.pluginmanager.register(_Witness(path), "faults-witness")
 
 

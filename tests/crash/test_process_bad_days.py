@@ -134,6 +134,22 @@ def test_a_database_of_states_that_dies_and_returns_changes_no_total(tmp_path: P
         exact(order, written, 9)
 
 
+@pytest.mark.requirement("EO-06")
+def test_an_event_is_not_blamed_for_the_deaths_of_its_database(tmp_path: Path) -> None:
+    """It runs alone each time, and each time it is not its handler that dies."""
+    written = events(1)
+    made = outbox(f"sqlite:///{tmp_path}/source.db")
+    made.add(written)
+    with PostgreSQL() as server:
+        killer = Killer(server, *["marked", "handled"] * 2)
+        order = Order(source=made.url, state=server.url, emit=emitting("", tmp_path), goal=1)
+        with at_desk(order, killer) as turns:
+            killer.all_deaths(turns)
+            assert entries(order.state, Space.RETRIES) == []
+            turns.until_finished(1)
+        exact(order, written)
+
+
 # --- a network that is cut --------------------------------------------------------------------------------------------
 
 

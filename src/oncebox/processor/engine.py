@@ -20,7 +20,6 @@ marker is always committed by itself, right before its handler runs.
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -50,6 +49,7 @@ PREFETCHED_MAX = KEY_BYTES_MAX // 4  # characters of a key that fits for sure
 HOLD = 5.0  # seconds between two words to the source about what is still worked on
 DIED = "the process died while this event was handled, alone"
 AtStep = Callable[[str], None]
+_lived: set[bytes] = set()  # events that ran alone while their state store failed, and not their process
 
 
 @dataclass(slots=True)
@@ -228,10 +228,11 @@ class Engine:
         if not started:
             return suspects
         changes = [Write(Space.CHECKPOINTS, records.STARTED, None)]
-        if len(started) == 1:
+        if len(started) == 1 and started[0] not in _lived:
             failures = failures_of(self._state.get(Space.RETRIES, started).get(started[0])) + 1
             changes.append(Write(Space.RETRIES, started[0], retry_bytes(failures, DIED)))
             log.error("%s: %s", self.name, DIED)
+        _lived.difference_update(started)
         suspects |= set(started)
         changes.append(Write(Space.CHECKPOINTS, records.SUSPECTS, records.identities_bytes(suspects)))
         self._state.commit(changes)
@@ -270,10 +271,10 @@ class Engine:
             self._forward()
             return Round(skipped=skipped)
         self._at("taken")
-        if not marked:
-            self._mark(batch)  # 2
-        self._at("marked")
         try:
+            if not marked:
+                self._mark(batch)  # 2
+            self._at("marked")
             change = self._handle(batch)  # 3
             self._at("handled")
             self._hold_back(change)
@@ -281,7 +282,7 @@ class Engine:
             self._commit(change)  # 4, 5
         except Exception:  # not the handlers' fault, and this process lives: no event is to blame
             self._state.rollback()
-            self._unmark()
+            self._unmark(batch)
             raise
         self._at("committed")
         if not self._joined.acknowledges:
@@ -367,9 +368,13 @@ class Engine:
         self._state.commit([Write(Space.CHECKPOINTS, self._checkpoint, records.progress_bytes(self._tracker.progress))])
         self._checkpointed = True
 
-    def _unmark(self) -> None:
-        with suppress(OnceboxError):
+    def _unmark(self, batch: Sequence[Tried] = ()) -> None:
+        """Nobody died. When the state store does not even take that, this process remembers whom not to blame."""
+        try:
             self._state.commit([Write(Space.CHECKPOINTS, records.STARTED, None)])
+        except OnceboxError:
+            if len(batch) == 1:
+                _lived.add(batch[0].identity)
 
     def _announce(self) -> int:
         """While much is waiting, choose the next batch, so that its marker is committed with this one's change."""

@@ -232,10 +232,10 @@ class Engine:
             failures = failures_of(self._state.get(Space.RETRIES, started).get(started[0])) + 1
             changes.append(Write(Space.RETRIES, started[0], retry_bytes(failures, DIED)))
             log.error("%s: %s", self.name, DIED)
-        _lived.difference_update(started)
         suspects |= set(started)
         changes.append(Write(Space.CHECKPOINTS, records.SUSPECTS, records.identities_bytes(suspects)))
         self._state.commit(changes)
+        _lived.difference_update(started)
         return suspects
 
     def _failed_before(self) -> dict[bytes, int]:

@@ -85,6 +85,21 @@ def test_a_death_before_or_after_any_commit_changes_nothing_in_the_end(states: S
     assert lives.entries(Space.OUTGOING) == lives.entries(Space.RETRIES) == {}
 
 
+@pytest.mark.requirement("EO-05")
+def test_a_duplicate_of_an_unfinished_event_is_done_and_acknowledged_with_it(
+    states: StateStore, outbox: OutboxStore
+) -> None:
+    log = Log()
+    first = event(amount=5)
+    for _ in range(3):
+        log.add(first)
+    lives = Lives(totals(), log, states, outbox)
+    assert lives.live()
+    assert sums(lives) == {"k": 5}
+    assert log.acked == [message.position for message in log.messages]
+    assert progress_from(lives.entries(Space.CHECKPOINTS)[b"log"]).low == log.messages[-1].position
+
+
 @pytest.mark.requirement("EO-02", "EO-05")
 def test_what_is_done_above_a_failed_event_is_known_by_its_position_too(states: StateStore) -> None:
     """When the inbox has forgotten it, only the checkpoint can say so."""

@@ -412,6 +412,26 @@ def test_a_letter_of_a_type_that_nobody_handles_stays(states: StateStore, outbox
     assert [counts(entry) for entry in audits(lives)] == [(1, 0, 0, 1, True)]
 
 
+def test_a_redrive_that_was_given_up_leaves_the_next_one_all_its_retries(
+    states: StateStore, outbox: OutboxStore
+) -> None:
+    shop = Shop(max_retries=3)
+    lives = with_letters(shop, states, outbox, refused=[5])
+    shop.refused, shop.permanent = {5}, False
+    found = Letters(states, "totals")
+    found.redrive(LetterQuery(), **ALL)
+    assert not lives.live(dies_at("committed"))
+    assert len(lives.entries(Space.RETRIES)) == 1
+    handler = shop.app._handlers.pop("order.created")
+    lives.until_done()
+    assert (lives.entries(Space.RETRIES), asked(lives), len(letters(lives))) == ({}, [], 1)
+    shop.app._handlers["order.created"] = handler
+    shop.runs.clear()
+    found.redrive(LetterQuery(), **ALL)
+    lives.until_done()
+    assert (shop.runs, letters(lives)[0].failures) == ([5, 5, 5, 5], 4)
+
+
 def test_more_requests_than_may_be_open_are_all_carried_out(
     states: StateStore, outbox: OutboxStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -327,12 +327,13 @@ class Requests:
         if work.request.action is Action.PURGE:
             self._settle(work, self._purging(letters), done=len(letters), passed=len(names) - len(letters))
             return
-        taken = self._admit([letter for letter in letters if self._app.handler(letter.event.event_type)])
-        for letter in letters:
+        handled = [letter for letter in letters if self._app.handler(letter.event.event_type)]
+        taken = self._admit(handled)
+        for letter in handled:
             if letter.identity in taken:
                 self._admitted[letter.identity] = work, len(letter.event.payload)
         if passed := len(names) - len(taken):
-            self._settle(work, passed=passed)
+            self._settle(work, _unretried(letter for letter in letters if letter not in handled), passed=passed)
 
     def _letters(self, names: Sequence[Named]) -> list[records.DeadLetter]:
         """Those that are still what they were when they were named, and are not being handled already."""
@@ -401,6 +402,11 @@ class Requests:
         action_id = work.request.action_id
         if all(other.request.action_id != action_id for other in self._open.values()):
             self._paces.pop(action_id, None)
+
+
+def _unretried(letters: Iterable[records.DeadLetter]) -> list[Write]:
+    """What a redrive that is given up has counted: the next one has new retries."""
+    return [Write(Space.RETRIES, letter.identity, None) for letter in letters]
 
 
 def _json(value: Any) -> bytes:

@@ -167,6 +167,25 @@ def test_a_redrive_happens_once_though_its_owner_dies_around_any_commit(
 
 
 @pytest.mark.requirement("EO-09")
+@pytest.mark.parametrize("number", range(1, 4))
+@pytest.mark.parametrize("before", [True, False])
+def test_a_redrive_happens_once_where_state_and_outbox_are_one_database(
+    postgresql_url: str, number: int, before: bool
+) -> None:
+    with (
+        closing(open_state(postgresql_url)) as states,
+        closing(open_store(postgresql_url, check_schema=False)) as outbox,
+    ):
+        outbox.migrate()
+        shop = Shop(max_retries=3)
+        lives = with_letters(shop, states, outbox)
+        Letters(states, "totals").redrive(LetterQuery(), **ALL)
+        DiesAtCommit(lives, number, before=before)
+        lives.until_done()
+        check_redriven(shop, lives, outbox)
+
+
+@pytest.mark.requirement("EO-09")
 def test_a_redriven_event_is_the_same_event_with_new_retries(states: StateStore, outbox: OutboxStore) -> None:
     shop = Shop(max_retries=2)
     lives = with_letters(shop, states, outbox, refused=[5])

@@ -4,7 +4,7 @@ import asyncio
 import difflib
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -156,6 +156,33 @@ class Processor:
             raise InvalidSetting(f"{self.name} has a default handler already")
         self._default = checked(handler)
         return handler
+
+    def on_batch(
+        self,
+        *,
+        name: str,
+        state: str,
+        emit: str | None = None,
+        partitions: int = 8,
+        order_by: str | Sequence[str] = (),
+    ) -> Callable[[Any, int], None]:
+        """What `df.writeStream.foreachBatch(…)` takes, to process any DataFrame stream exactly once.
+
+        The DataFrame has the columns `event_id`, `event_type` and `payload`, and may have `ordering_key`,
+        `partition_key`, `content_type`, `headers`, `created_at` and `replays`. `name` names the stream in the
+        checkpoint; `partitions` is fixed for the processor's life. Rows of one key are handled in the order of
+        `order_by`, else of `created_at` if there is one, else as they come.
+        """
+        from importlib import import_module
+
+        try:  # by its name: an engine knows no host, but this one is asked for where engines are written
+            batches = import_module("oncebox.spark.batches")
+        except ModuleNotFoundError as error:
+            raise InvalidSetting(f"on_batch needs Spark ({error}); pip install 'oncebox[spark]'") from error
+        found: Callable[[Any, int], None] = batches.on_batch(
+            self, name=name, state=state, emit=emit, partitions=partitions, order_by=order_by
+        )
+        return found
 
     def handler(self, event_type: str) -> Handler | None:
         """Who handles this type, if anybody does."""

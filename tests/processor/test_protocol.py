@@ -19,7 +19,7 @@ from oncebox.processor.records import dead_letter_from, emitted_id, progress_fro
 from oncebox.states.base import Space, StateStore, Write
 from oncebox.testing.proxy import Proxy
 from oncebox.wiring import open_state
-from tests.processor.stage import Died, Lives, Log, event
+from tests.processor.stage import Died, Lives, Log, dies_at, event
 from tests.processor.test_engine import QUICK, emitted, sums, totals
 
 
@@ -265,6 +265,19 @@ def test_a_death_after_the_commit_forgets_no_event_on_its_way(states: StateStore
         assert len(lives.entries(Space.OUTGOING)) == number + 1
     lives.until_done()
     assert emitted(outbox) == [("k", 1), ("k", 2), ("k", 3)]
+
+
+def test_what_lies_behind_an_event_that_was_forwarded_before_is_forwarded_too(
+    states: StateStore, outbox: OutboxStore
+) -> None:
+    log = Log()
+    log.add(event(amount=1))
+    lives = Lives(totals(), log, states, outbox)
+    assert not lives.live(dies_at("forwarded"))
+    log.add(event(amount=1))
+    assert lives.live()
+    assert emitted(outbox) == [("k", 1), ("k", 2)]
+    assert lives.entries(Space.OUTGOING) == {}
 
 
 def died_when_committed(step: str) -> None:

@@ -27,6 +27,13 @@ machine only: {machine}.
 - **Ours** is `PostgreSQLStore.claim` and `.finalize` as a relay calls them, with fencing and guards on. Ordered means
   that each event has an ordering key and that order holds; the yardstick beside it knows no order.
 - **A transaction held open** is a `REPEATABLE READ` snapshot that somebody forgot: vacuum can clear nothing away.
+- **The processor** is `oncebox.spark.process` with 2 tasks over a Kafka topic of 2 partitions, loaded before, with
+  default settings: for each event a handler gets and puts one key. Time runs from the first commit to the last, changes
+  of shift included; the broker and the JVM share the cores. **A loop that commits each message** is what is written by
+  hand: one process that polls one, reads, writes, moves its checkpoint, commits, and commits the offset; it has no
+  inbox, no fence and no retries. **No commit** is the same engine and handlers over a state store that writes nothing:
+  what is left of a task's CPU then is Kafka's client, the making of events, the handlers and the engine.
+- **Many keys** are spread evenly: nearly each event reads and writes a key that no other of its batch does.
 - **Costs** (ms) compare one call in two situations, call by call in turns; the bar is an upper one.
 - **WAL and dead tuples** are counted, not timed: what an event leaves in the log and in the tables.
 - PostgreSQL runs with `fsync` on and {settings}. SQLite runs in WAL mode with `synchronous` FULL on both sides.

@@ -28,6 +28,12 @@ class Scale:
     delivered_sqlite: int
     relayed: int  # events of one round of the relay on Spark
     latency_events: int  # at 20 a second
+    rounds_processed: int
+    processed: int  # events of one round of the processor on Spark
+    processed_keys: int
+    processed_singly: int  # by the loop that commits each message
+    processed_kept: int  # events over many keys of state
+    kept_keys: int
 
 
 FULL = Scale(
@@ -45,6 +51,12 @@ FULL = Scale(
     delivered_sqlite=100_000,
     relayed=300_000,
     latency_events=1_200,
+    rounds_processed=2,
+    processed=1_000_000,
+    processed_keys=10_000,
+    processed_singly=2_000,
+    processed_kept=500_000,
+    kept_keys=10_000_000,
 )
 QUICK = Scale(
     rounds=1,
@@ -61,4 +73,10 @@ QUICK = Scale(
     delivered_sqlite=5_000,
     relayed=15_000,
     latency_events=60,
+    rounds_processed=1,
+    processed=20_000,
+    processed_keys=10_000,
+    processed_singly=50,
+    processed_kept=20_000,
+    kept_keys=50_000,
 )

@@ -249,6 +249,9 @@ def test_what_is_not_there_is_named_with_what_is(cli: Cli, local: Shop) -> None:
     assert (absent.code, f"totals has no dead letter {UNKNOWN}" in absent.err) == (1, True)
     wrong = cli("dlq", "list", "total", "--state", local.url)
     assert (wrong.code, "there is no state of 'total' here; did you mean totals?" in wrong.err) == (2, True)
+    typo = local.url.replace("/state", "/sate")
+    assert "so there is no state in" in cli("dlq", "list", "totals", "--state", typo).err
+    assert not Path(typo.removeprefix("sqlite:///")).exists(), "a look makes nothing"
     nowhere = cli("dlq", "list", "totals", "--state", "sqlit:///state")
     assert (nowhere.code, "sqlite" in nowhere.err) == (2, True)
 

@@ -190,7 +190,7 @@ def test_an_acknowledgement_that_is_lost_brings_the_events_again_and_they_are_sk
             turns.until(made.settled)
             assert turns.handled == 24
             if way == "before":
-                assert turns.skipped == lost > 0
+                assert turns.skipped >= lost > 0
         exact(order, written)
 
 
@@ -201,7 +201,7 @@ def cut_off(kind: str, request: pytest.FixtureRequest) -> tuple[Source, str]:
     """A source of this kind, whose events come once, and the URL of its server."""
     if kind == "valkey":
         url = str(request.getfixturevalue("valkey").url)
-        return valkey(url, copies=1), url
+        return valkey(url, "&min_idle_time_ms=500", copies=1), url
     url = fresh_database(request)
     return outbox(url), url
 

@@ -1,20 +1,25 @@
 """The fine print of the commit protocol: deaths around each commit, marks with holes, blame, bounds."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import pytest
 
 from oncebox import Event, OutboxStore, clock, open_store
+from oncebox.errors import StateUnavailable
 from oncebox.processor import Context, Permanent, Processor
 from oncebox.processor.app import Limits
 from oncebox.processor.engine import Engine
 from oncebox.processor.records import dead_letter_from, emitted_id, progress_from
 from oncebox.states.base import Space, StateStore, Write
+from oncebox.testing.proxy import Proxy
 from oncebox.wiring import open_state
-from tests.processor.stage import Died, Lives, Log, event
+from tests.processor.stage import Died, Lives, Log, dies_at, event
 from tests.processor.test_engine import QUICK, emitted, sums, totals
 
 
@@ -172,6 +177,29 @@ def test_nobody_is_blamed_for_a_batch_mate_that_kills_the_process(states: StateS
     assert lives.entries(Space.RETRIES) == {}
 
 
+@pytest.mark.requirement("EO-06")
+def test_an_event_that_ran_alone_is_not_blamed_for_a_cut_network(postgresql_url: str, outbox: OutboxStore) -> None:
+    """Neither the commit nor the removal of the marker came through; the process lives, and knows that."""
+    log = Log()
+    log.add(event(amount=5))
+    with Proxy(urlsplit(postgresql_url).port or 0) as proxy, closing(open_state(proxy.url(postgresql_url))) as states:
+        lives = Lives(totals(max_retries=1), log, states, outbox)
+        for step in ("marked", "handled") * 2:
+            engine = lives.engine(partial(cut_at, proxy, step))
+            with pytest.raises(StateUnavailable):
+                engine.step(wait=timedelta(0))
+            engine._state.close()
+            proxy.heal()
+        lives.until_done()
+        assert sums(lives) == {"k": 5}
+        assert lives.entries(Space.DEAD_LETTERS) == lives.entries(Space.RETRIES) == {}
+
+
+def cut_at(proxy: Proxy, step: str, reached: str) -> None:
+    if reached == step:
+        proxy.reset()
+
+
 def test_a_handler_may_emit_several_and_each_arrives_once(states: StateStore, outbox: OutboxStore) -> None:
     app = Processor("several", **QUICK)  # type: ignore[arg-type]
 
@@ -237,6 +265,19 @@ def test_a_death_after_the_commit_forgets_no_event_on_its_way(states: StateStore
         assert len(lives.entries(Space.OUTGOING)) == number + 1
     lives.until_done()
     assert emitted(outbox) == [("k", 1), ("k", 2), ("k", 3)]
+
+
+def test_what_lies_behind_an_event_that_was_forwarded_before_is_forwarded_too(
+    states: StateStore, outbox: OutboxStore
+) -> None:
+    log = Log()
+    log.add(event(amount=1))
+    lives = Lives(totals(), log, states, outbox)
+    assert not lives.live(dies_at("forwarded"))
+    log.add(event(amount=1))
+    assert lives.live()
+    assert emitted(outbox) == [("k", 1), ("k", 2)]
+    assert lives.entries(Space.OUTGOING) == {}
 
 
 def died_when_committed(step: str) -> None:

@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks import report
-from benchmarks.__main__ import BENCHMARKS, ROOT
+from benchmarks.__main__ import BENCHMARKS, ROOT, parser
 from benchmarks.results import Bar, Result
 
 BARS = {
@@ -31,15 +33,33 @@ BARS = {
     "blocked": "≤ 1.5",
     "heartbeat": "≤ 1.2",
 }
+PROCESSOR = ("processing", "keys")
+STATES = ("sqlite", "rocksdb", "postgresql")
+PROCESSING_BARS = {
+    **{f"process-{state}": "≥ 1" for state in STATES},
+    **{f"process-{state}-singly": "≥ 50" if state == "sqlite" else "≥ 10" for state in STATES},
+    **{f"process-{state}-overhead": "≤ 2" for state in STATES},
+}
+KEYS_BARS = {f"keys-{state}": "≤ 1.5" for state in STATES}
 
 
-def test_a_quick_run_measures_against_every_bar_and_prints_what_it_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "bars"),
+    [
+        pytest.param([name for name in BENCHMARKS if name not in PROCESSOR], BARS, id="relay"),
+        pytest.param(["processing"], PROCESSING_BARS, id="processing"),
+        pytest.param(["keys"], KEYS_BARS, id="keys"),
+    ],
+)
+def test_a_quick_run_measures_against_every_bar_and_prints_what_it_found(
+    tmp_path: Path, names: list[str], bars: dict[str, str]
+) -> None:
     kept = tmp_path / "kept.json"
-    command = [sys.executable, "-m", "benchmarks", "--quick", "--json", str(kept)]
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--only", *names, "--json", str(kept)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     results = json.loads(kept.read_text())["results"]
-    assert {result["name"]: result["bar"] for result in results if result["bar"]} == BARS
+    assert {result["name"]: result["bar"] for result in results if result["bar"]} == bars
     assert all(result["ratio"] > 0 for result in results if result["bar"])
     assert all(result["what"] in done.stdout for result in results)
 
@@ -63,6 +83,13 @@ def test_the_page_says_what_falls_short_and_why() -> None:
     page = report.page([short], "a machine", {"setting": "on"})
     assert "a slow thing: 0.50. It sleeps." in page
     assert "**no**" in page
+
+
+def test_a_size_can_be_chosen_and_an_unknown_one_is_refused() -> None:
+    options = parser().parse_args(["--set", "processed=5", "kept_keys=7"])
+    assert dict(options.set) == {"processed": 5, "kept_keys": 7}
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--set", "nonsense=5"])
 
 
 def test_an_unknown_benchmark_is_refused_with_the_known_ones() -> None:

@@ -8,13 +8,15 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from ..admin.operations import Operations
 from ..errors import OnceboxError
 from ..states.base import StateStore
 from ..stores.base import Query, hidden_password
-from ..wiring import open_state, open_store, store_url
+from ..wiring import anchored, open_state, open_store, resolved, store_url
 from . import documents, tables
 from .parser import WrongUse, usage_of
 from .progress import Bar
@@ -45,8 +47,10 @@ class Call:
             store.close()
 
     @contextmanager
-    def states(self) -> Iterator[StateStore]:
-        """The state store that was named, closed afterwards."""
+    def states(self, *, new: bool = False) -> Iterator[StateStore]:
+        """The state store that was named, closed afterwards; a folder is made only where it may be `new`."""
+        if not new and (folder := _folder(self.args.state)) is not None and not folder.is_dir():
+            raise Refused(f"there is no folder {folder}, so there is no state in {self.state}; correct the URL")
         store = open_state(self.args.state)
         try:
             yield store
@@ -113,6 +117,12 @@ def query(args: argparse.Namespace) -> Query:
         created_to=args.until,
         eligible=getattr(args, "eligible", False),
     )
+
+
+def _folder(state: str) -> Path | None:
+    """Where a local state store is."""
+    scheme, local, rest = anchored(resolved(state)).partition(":///")
+    return Path(unquote(rest.partition("?")[0])) if local and scheme in {"sqlite", "rocksdb"} else None
 
 
 def _user_at_host() -> str:

@@ -84,7 +84,7 @@ def export(call: Call) -> int:
 def import_(call: Call) -> int:
     """`state import`."""
     args = call.args
-    with call.states() as store, _lines(args.file) as lines:
+    with call.states(new=True) as store, _lines(args.file) as lines:
         count = states.imported(store, args.processor, lines)
         what = {"file": args.file, "entries": count}
         trail.note(store, args.processor, "import", **call.audited, what=what, count=count)

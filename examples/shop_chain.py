@@ -7,6 +7,7 @@ local mode, in one session.
 """
 
 import contextlib
+import itertools
 import os
 import signal
 import sqlite3
@@ -34,7 +35,7 @@ from oncebox.testing.servers import Valkey
 from oncebox.wiring import open_state
 
 HERE = Path(__file__).parent
-ORDERS = 6_000
+BETWEEN_ORDERS = 0.003  # seconds
 CUSTOMERS = 50
 PARTITIONS = 2
 CARD_DECLINED_EVERY = 10
@@ -55,21 +56,23 @@ class CardDeclined(Exception):
 
 @dataclass
 class Shop:
-    """Writes orders, each with its event in one transaction; some are rolled back."""
+    """Writes orders until it closes, each with its event in one transaction; some are rolled back."""
 
     file: Path
     committed: int = 0
     rolled_back: int = 0
+    closed: threading.Event = field(default_factory=threading.Event)
 
     def sell(self) -> None:
         with contextlib.closing(sqlite3.connect(self.file, timeout=30)) as database:
-            for order in range(1, ORDERS + 1):
+            for order in itertools.count(1):
                 try:
                     self.place(database, order)
                     self.committed += 1
                 except CardDeclined:
                     self.rolled_back += 1
-                time.sleep(0.001)
+                if self.closed.wait(BETWEEN_ORDERS):
+                    return
 
     def place(self, database: sqlite3.Connection, order: int) -> None:
         customer, amount = f"customer-{order % CUSTOMERS}", 1 + order * 7 % 23
@@ -149,6 +152,7 @@ def show(chain: Chain) -> None:
         chain.recovery["counting"] = kill_the_handlers(chain)
 
         say("4. The shop closes. What is left is published and counted; then both are told to stop.")
+        chain.shop.closed.set()
         selling.join()
         until(lambda: published(chain.store) == chain.shop.committed)
         until(lambda: sum(chain.totals().values()) >= sum(chain.shop.totals().values()))
@@ -166,23 +170,20 @@ def running(chain: Chain) -> Iterator[None]:
     stream = f"{chain.stream}?partitions={PARTITIONS}"
     settings = RelaySettings(timing=TIMING, claim_max=200)
     store, emit = f"sqlite:///{chain.shop.file}", f"sqlite:///{chain.folder}/loyalty.db"
-    hosts: list[SparkRelay | SparkProcessor] = [
-        relay(spark, store=store, to=stream, settings=settings, plan=Plan(shift=SHIFT)),
-        process(
-            spark,
-            "shop_handlers:app",
-            source=f"{stream}&stream=order.created",
-            state=chain.state,
-            emit=emit,
-            tasks=PARTITIONS,
-            shift=SHIFT,
-        ),
-    ]
     stop = threading.Event()
-    threads = [threading.Thread(target=host.run, args=(stop,), daemon=True) for host in hosts]
-    for thread in threads:
-        thread.start()
+    threads: list[threading.Thread] = []
+
+    def run(host: SparkRelay | SparkProcessor) -> None:
+        threads.append(threading.Thread(target=host.run, args=(stop,), daemon=True))
+        threads[-1].start()
+
     try:
+        run(relay(spark, store=store, to=stream, settings=settings, plan=Plan(shift=SHIFT)))
+        until(lambda: published(chain.store))
+        print("the first events are published", flush=True)
+        source = f"{stream}&stream=order.created"
+        options: dict[str, Any] = {"state": chain.state, "emit": emit, "tasks": PARTITIONS, "shift": SHIFT}
+        run(process(spark, "shop_handlers:app", source=source, **options))
         yield
     finally:
         stop.set()
@@ -220,7 +221,7 @@ def caught_in_the_act(store: OutboxStore) -> tuple[Worker, list[Record]]:
 
 
 def kill_the_handlers(chain: Chain) -> float:
-    """kill -9 of all that run handlers; the seconds until the totals grow again."""
+    """kill -9 of all that run handlers; the seconds until the totals grow again, for the shop sells on."""
     for file in list((chain.folder / "workers").iterdir()):
         file.unlink()
         if int(file.name) != os.getpid():

@@ -6,7 +6,7 @@ from pathlib import Path
 from oncebox import Event
 from oncebox.processor import Context, Processor
 
-PROMOTED_AT = 1_440
+PROMOTED_AT = 500
 app = Processor("loyalty")
 
 if folder := os.environ.get("SHOP_WORKERS"):  # the demo wants to know whom it can kill

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from urllib.parse import quote
 
 from .. import clock
-from ..errors import Fenced, OnceboxError, StateError, StateUnavailable
+from ..errors import Fenced, InvalidSetting, OnceboxError, StateError, StateUnavailable
 from .base import (
     Action,
     Space,
@@ -157,6 +157,8 @@ class _File:
                 for statement in _TABLES:
                     run(statement)
         (version,) = run("PRAGMA user_version").fetchone()
+        if not version:  # its first owner has just made the file
+            raise InvalidSetting(f"{self.path} is new, and nothing is in it yet: look again in a moment")
         if version != FORMAT:
             raise StateError(f"{self.path} has format {version}, this version knows {FORMAT}: upgrade oncebox")
         if looks:

@@ -36,6 +36,13 @@ class TestSQLiteState(StateConformance):
         with pytest.raises(StateError, match="has format 99"):
             store.own("totals", 0, 1, owner="test")
 
+    def test_a_file_that_its_first_owner_has_just_made_is_not_there_yet(self, url: str, tmp_path: Path) -> None:
+        store = SQLiteStateStore.open(url)
+        store.own("totals", 0, 1, owner="test").close()
+        (tmp_path / "a folder" / "totals" / "0.sqlite").write_bytes(b"")
+        with pytest.raises(InvalidSetting, match="look again"):
+            store.look("totals", 0)
+
     def test_a_folder_of_another_kind_is_refused(self, url: str, tmp_path: Path) -> None:
         store = SQLiteStateStore.open(url)
         store.own("totals", 0, 1, owner="test").close()

@@ -9,6 +9,7 @@ from uuid import uuid4
 import pytest
 import redis
 
+from oncebox import clock
 from oncebox.errors import InvalidSetting, PositionGone
 from oncebox.sources.base import Message, Progress, SourcePartition
 from oncebox.sources.valkey import ValkeySource
@@ -148,6 +149,21 @@ def test_an_entry_that_nobody_could_have_meant_does_not_stop_the_reader(
         client.xadd(stream, {"event_id": event_id, "event_type": b"\xff", "payload": "p", "headers": headers})
     found = read(source.partition(0, Progress(), owner="one"), 3)
     assert [dict(message.event.headers) for message in found] == [{}, {}, {"a": "1"}]
+
+
+@pytest.mark.requirement("EO-10")
+def test_what_is_unfinished_grows_young_again_while_its_reader_polls(valkey: Valkey, client: Any, stream: str) -> None:
+    source = ValkeySource.open(f"{valkey.url}?stream={stream}&min_idle_time_ms=1500", consumer="totals")
+    client.xadd(stream, {"payload": "p"})
+    part = source.partition(0, Progress(), owner="one")
+    read(part, 1)
+    began = clock.monotonic()
+    while clock.monotonic() < began + 1:
+        assert part.poll(10, bytes_max=1 << 20, timeout=MOMENT / 3) == []
+    (pending,) = client.xpending_range(stream, "totals", "-", "+", 10)
+    assert pending["time_since_delivered"] < 1_000 * (clock.monotonic() - began) - 300
+    part.close()
+    source.close()
 
 
 def test_consumers_that_hold_nothing_are_struck_off_and_no_others(valkey: Valkey, client: Any, stream: str) -> None:

@@ -188,7 +188,7 @@ class KafkaPartition(SourcePartition):
         self._held: dict[int, None] = {}  # offsets handed out and not acknowledged, in their order
         self._checked_at = clock.monotonic()
         self._error: SourceError | None = None
-        self._saw_end = False  # all that was there at the start was fetched
+        self._first_wait = ANSWER_SECONDS  # until the end was seen once, or the broker was silent for so long
         self._open = True
         own = {"on_commit": _committed, "logger": ClientLog()}
         self._consumer = Consumer({**settings, **own})
@@ -272,15 +272,16 @@ class KafkaPartition(SourcePartition):
         if self._error is not None:
             raise self._error
         self._check()
-        first = self._consumer.poll(max(seconds, ANSWER_SECONDS) if seconds and not self._saw_end else seconds)
+        first = self._consumer.poll(max(seconds, self._first_wait) if seconds else 0)
         if first is None:
+            self._first_wait = 0.0 if seconds else self._first_wait
             return
         for record in (first, *self._consumer.consume(limit - 1, 0)) if limit > 1 else (first,):
             error = record.error()
             if error is None:
                 self._take(record)
             elif error.code() == KafkaError._PARTITION_EOF:
-                self._saw_end = True
+                self._first_wait = 0.0
             elif (meaning := self._meaning(error)) is not None:
                 self._error = meaning
                 break

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
-from rocksdict import AccessType, Options, Rdict, WriteBatch, WriteOptions
+from rocksdict import AccessType, BlockBasedOptions, Cache, Options, Rdict, WriteBatch, WriteOptions
 
 from .. import clock
 from ..errors import Fenced, OnceboxError, StateError, StateInUse, StateUnavailable
@@ -40,6 +40,8 @@ from .folder import LOCKS, Folder, sync_folder, translated, write_synced
 SUFFIX = ".rocksdb"
 EXPIRY_BYTES = 8  # before each value: microseconds since 1970, or 0
 MEMORY_BYTES = 64 * 1024 * 1024
+CACHE_BYTES = 64 * 1024 * 1024
+FILTER_BITS = 10  # for each key: one in a hundred is looked for in vain
 WAL_BYTES = 256 * 1024 * 1024
 _EPOCH, _OWNER, _HAND = b"epoch", b"owner", b"hand/"  # in the default column family
 _NEVER = bytes(EXPIRY_BYTES)
@@ -59,7 +61,16 @@ def _options(*, statistics: bool = False) -> Options:
 
 
 def _families() -> dict[str, Options]:
-    return {space.value: Options(raw_mode=True) for space in Space}
+    """All share one cache, which also holds what finds keys: memory does not grow with the state."""
+    blocks = BlockBasedOptions()
+    blocks.set_block_cache(Cache(CACHE_BYTES))
+    blocks.set_bloom_filter(FILTER_BITS, block_based=False)  # most identities that are looked for are not there
+    blocks.set_cache_index_and_filter_blocks(True)
+    blocks.set_pin_l0_filter_and_index_blocks_in_cache(True)
+    found = {space.value: Options(raw_mode=True) for space in Space}
+    for options in found.values():
+        options.set_block_based_table_factory(blocks)
+    return found
 
 
 def _synced() -> WriteOptions:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from urllib.parse import quote
 
 from .. import clock
-from ..errors import Fenced, OnceboxError, StateError, StateUnavailable
+from ..errors import Fenced, InvalidSetting, OnceboxError, StateError, StateUnavailable
 from .base import (
     Action,
     Space,
@@ -37,6 +37,8 @@ FORMAT = 1
 SUFFIX = ".sqlite"
 BUSY_SECONDS = 30.0
 ROWS = 50  # in one INSERT: a third less time than one by one; more bring no more
+PAGE_BYTES = 2_048  # whole pages go to the log: half of the usual size is a third less work where keys lie far apart
+WAL_PAGES = 32_768  # 64 MiB of log, in which a page that is written often counts once when it goes to its place
 GET_MAX = 32_000  # keys in one statement, which sees one moment
 _UNAVAILABLE: Mapping[int, str] = {
     sqlite3.SQLITE_BUSY: "another process writes for too long; try again",
@@ -146,7 +148,8 @@ class _File:
         run("PRAGMA synchronous = FULL")
         run("PRAGMA temp_store = MEMORY")
         run("PRAGMA cache_size = -65536")
-        run("PRAGMA wal_autocheckpoint = 4000")
+        run(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
+        run(f"PRAGMA page_size = {PAGE_BYTES}")  # of a file that is new
         if create and run("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
             raise StateError(f"{self.path}: SQLite can't keep a write-ahead log here; use a local, writable disk")
         if create and not run("PRAGMA user_version").fetchone()[0]:
@@ -154,6 +157,8 @@ class _File:
                 for statement in _TABLES:
                     run(statement)
         (version,) = run("PRAGMA user_version").fetchone()
+        if not version:  # its first owner has just made the file
+            raise InvalidSetting(f"{self.path} is new, and nothing is in it yet: look again in a moment")
         if version != FORMAT:
             raise StateError(f"{self.path} has format {version}, this version knows {FORMAT}: upgrade oncebox")
         if looks:

@@ -44,6 +44,7 @@ DRIVERS = {
     "confluent_kafka": ("publishers/kafka*.py", "sources/kafka*.py", "testing/kafka.py"),
     "pyspark": ("spark/*.py",),
     "pyarrow": ("spark/*.py",),
+    "numpy": ("spark/*.py",),
     "pytest": ("testing/*.py",),
     "hypothesis": ("testing/*.py",),
 }

@@ -29,6 +29,7 @@ SETTINGS: Mapping[str, str] = {
     "spark.speculation": "false",  # a second copy of a shift would wait for the leases of the first
     "spark.python.worker.reuse": "true",  # a module's connections live on from one shift to the next
     "spark.sql.shuffle.partitions": "2",
+    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",  # of receipts: smaller and faster than INT96
 }
 LOCAL_SETTINGS: Mapping[str, str] = {
     "spark.driver.host": _LOOPBACK,

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from oncebox import clock
-from oncebox.errors import InvalidSetting, PositionGone
+from oncebox.errors import Fenced, InvalidSetting, PositionGone
 from oncebox.sources.base import Message, Progress, SourcePartition
 from oncebox.sources.valkey import ValkeySource
 from oncebox.testing.publishing import given
@@ -61,6 +61,21 @@ def test_ids_are_numbers_and_never_text(client: Any, stream: str, source: Valkey
     again = source.partition(0, Progress(ids[-2]), owner="two")
     assert [message.position for message in read(again, 1)] == ids[-1:]
     again.close()
+
+
+def test_a_former_owner_reads_nothing_more_so_nothing_is_overtaken(
+    client: Any, stream: str, source: ValkeySource
+) -> None:
+    client.xadd(stream, {"payload": "1"}, id="1-1")
+    zombie = source.partition(0, Progress(), owner="one")
+    read(zombie, 1)
+    owner = source.partition(0, Progress(), owner="two")
+    client.xadd(stream, {"payload": "2"}, id="1-2")
+    with pytest.raises(Fenced, match="another owner"):
+        zombie.poll(10, bytes_max=1 << 20, timeout=timedelta(0))
+    client.xadd(stream, {"payload": "3"}, id="1-3")
+    assert [message.position for message in read(owner, 3)] == [(1, 1), (1, 2), (1, 3)]
+    owner.close()
 
 
 @pytest.mark.parametrize("takeover", ["open", "idle"])

@@ -1,5 +1,5 @@
 -- Reads new entries for a consumer, unless entries that nobody was given are gone from the stream.
--- KEYS[1]: the stream. ARGV: group, consumer, count.
+-- KEYS[1]: the stream; KEYS[2], if it has one owner at a time: who that is. ARGV: group, consumer, count.
 -- Answers {-1, first id, how many are lost}, or {last id that the group was given, entries}.
 -- The look and the read are one step: the read itself would move the group's count over the gap.
 local function fields(list)
@@ -25,6 +25,8 @@ local function later(one, other)
   if ms ~= other_ms then return above(ms, other_ms) end
   return above(seq, other_seq)
 end
+
+if KEYS[2] and redis.call('GET', KEYS[2]) ~= ARGV[2] then return redis.error_reply('OWNER another took it') end
 
 local group
 for _, one in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do

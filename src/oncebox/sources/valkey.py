@@ -21,7 +21,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from .. import clock
-from ..errors import PositionGone, SourceError, SourceUnavailable
+from ..errors import Fenced, PositionGone, SourceError, SourceUnavailable
 from ..publishers.message import PublisherUrl, time_from
 from ..publishers.valkey import PARTITIONS_MAX, event_from, partition_of, stream_of
 from ..publishers.valkey_wire import connection_settings
@@ -94,7 +94,13 @@ class ValkeySource(Source):
         with self.asking():
             self._have_group(stream, progress)
             self.client.eval(_TIDY, 1, stream, self.group, owner, self.idle_ms)
+            if self.takes_all:
+                self.client.set(self.owner_key(stream), owner)
             return ValkeyPartition(self, stream, owner)
+
+    def owner_key(self, stream: str) -> str:
+        """Where the one who may read a partition is written down: a former owner would take what comes next with it."""
+        return f"{stream}:owner:{self.group}"
 
     def _have_group(self, stream: str, progress: Progress) -> None:
         """Create the group before anything was ever read; afterwards a missing one means that the server lost it."""
@@ -146,6 +152,8 @@ class ValkeySource(Source):
         except _BROKEN as error:
             raise SourceUnavailable(f"{self.shown}: {error}") from error
         except redis.RedisError as error:
+            if str(error).startswith("OWNER"):
+                raise Fenced(f"{self.shown}: {self.stream}: another owner reads this partition now") from error
             if "NOGROUP" in str(error) or "no such key" in str(error):
                 raise self.gone(self.stream, f"the stream or its group {self.group} is gone") from error
             if str(error).startswith(("LOADING", "MASTERDOWN", "CLUSTERDOWN", "READONLY", "BUSY ")):
@@ -168,6 +176,7 @@ class ValkeyPartition(SourcePartition):
         self._stream, self._owner = stream, owner
         self._client = source.client
         self._read = self._client.register_script(_READ)
+        self._keys = [stream, source.owner_key(stream)] if source.takes_all else [stream]
         self._hold = self._client.register_script(_HOLD)
         self._held: dict[Position, None] = {}  # handed out and not acknowledged
         self._early: deque[Entry] = deque()  # ours, and not handed out yet
@@ -280,7 +289,7 @@ class ValkeyPartition(SourcePartition):
         return entries
 
     def _ask(self, count: int) -> tuple[bytes, list[Entry]]:
-        first, *rest = self._read(keys=[self._stream], args=[self._source.group, self._owner, count])
+        first, *rest = self._read(keys=self._keys, args=[self._source.group, self._owner, count])
         if first == -1:
             raise self._source.gone(
                 self._stream, f"{rest[1]:,} entries were trimmed before they were read, up to {rest[0].decode()}"

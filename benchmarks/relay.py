@@ -125,8 +125,8 @@ def relay(server: PostgreSQL, scale: Scale) -> list[Result]:
     """A no-op publisher: what the relay itself costs."""
     events = scale.relayed
     with spark_session() as spark:
-        for receipts in (False, True):  # a relay that has run for a minute: the JVM has compiled what it does all day
-            relay_rate(spark, server, events // 2, "null:", receipts=receipts)
+        for receipts in (False, True, True):  # until the JVM has compiled what a relay does all day
+            relay_rate(spark, server, events, "null:", receipts=receipts)
         rounds = [
             Round(
                 store_rate(server, events, yardstick),

@@ -1,6 +1,5 @@
 """Processors over Kafka and Valkey, against real servers: each event has its effect once."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,7 +7,6 @@ import pytest
 
 from oncebox.admin import LetterQuery, Letters
 from oncebox.states.base import StateStore
-from oncebox.wiring import open_state
 from tests.processor.brokers import Totals, orders, publish, run, state_of, sums
 from tests.processor.stage import STEPS, dies_at
 
@@ -31,13 +29,6 @@ def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Broker:
     stream = f"test-{tmp_path.name}"
     url = server.url.replace("redis://", "valkey://")
     return Broker(f"{url}?destination={stream}&partitions=2", f"{url}?stream={stream}&partitions=2")
-
-
-@pytest.fixture
-def states(tmp_path: Path) -> Iterator[StateStore]:
-    store = open_state(f"sqlite:///{tmp_path}/state")
-    yield store
-    store.close()
 
 
 @pytest.mark.requirement("EO-03", "EO-05", "EO-11")

@@ -1,6 +1,5 @@
 """The atomic commit protocol: whatever dies between two steps, each effect happens once."""
 
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oncebox import Event, Fenced, OutboxStore, clock, open_store
+from oncebox import Event, Fenced, OutboxStore, clock
 from oncebox.processor import Context, Permanent, Processor
 from oncebox.processor.engine import NoOutbox
 from oncebox.processor.memory import decoded
@@ -20,21 +19,6 @@ from oncebox.wiring import open_state
 from tests.processor.stage import STEPS, Died, Lives, Log, dies_at, event
 
 QUICK = {"retry_delay": timedelta(milliseconds=1), "retry_delay_max": timedelta(milliseconds=2)}
-
-
-@pytest.fixture
-def states(tmp_path: Path) -> Iterator[StateStore]:
-    store = open_state(f"sqlite:///{tmp_path}/state")
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def outbox(tmp_path: Path) -> Iterator[OutboxStore]:
-    store = open_store(f"sqlite:///{tmp_path}/outbox.db", check_schema=False)
-    store.migrate()
-    yield store
-    store.close()
 
 
 def totals(**options: object) -> Processor:

@@ -1,16 +1,15 @@
 """The fine print of the commit protocol: deaths around each commit, marks with holes, blame, bounds."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
 
-from oncebox import Event, OutboxStore, clock, open_store
+from oncebox import Event, OutboxStore, clock
 from oncebox.errors import StateUnavailable
 from oncebox.processor import Context, Permanent, Processor
 from oncebox.processor.app import Limits
@@ -21,21 +20,6 @@ from oncebox.testing.proxy import Proxy
 from oncebox.wiring import open_state
 from tests.processor.stage import Died, Lives, Log, dies_at, event
 from tests.processor.test_engine import QUICK, emitted, sums, totals
-
-
-@pytest.fixture
-def states(tmp_path: Path) -> Iterator[StateStore]:
-    store = open_state(f"sqlite:///{tmp_path}/state")
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def outbox(tmp_path: Path) -> Iterator[OutboxStore]:
-    store = open_store(f"sqlite:///{tmp_path}/outbox.db", check_schema=False)
-    store.migrate()
-    yield store
-    store.close()
 
 
 class DeathsAroundCommits(Lives):

@@ -35,14 +35,6 @@ def states(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[StateStor
     store.close()
 
 
-@pytest.fixture
-def outbox(tmp_path: Path) -> Iterator[OutboxStore]:
-    store = open_store(f"sqlite:///{tmp_path}/outbox.db", check_schema=False)
-    store.migrate()
-    yield store
-    store.close()
-
-
 class Shop:
     """Adds up amounts by key and tells of each; refuses what it is told to refuse."""
 

@@ -1,7 +1,9 @@
 """What only a Kafka source has: holes, strangers, topics made anew, and offsets for tools that show lag."""
 
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
@@ -48,6 +50,20 @@ def read(part: SourcePartition, count: int) -> list[Message]:
 
 def payloads(messages: list[Message]) -> list[bytes]:
     return [message.event.payload for message in messages]
+
+
+def test_a_client_that_never_closes_holds_nobody_up(
+    source: KafkaSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As librdkafka's does now and then, when its broker died with an offset on the way."""
+    part = source.partition(0, Progress(), owner="one")
+    closed, answered = part._consumer.close, threading.Event()
+    monkeypatch.setattr("oncebox.sources.kafka.CLOSE_SECONDS", 0.05)
+    part._consumer = SimpleNamespace(close=answered.wait)  # type: ignore[assignment]
+    part.close()
+    assert "did not close" in caplog.text
+    answered.set()
+    closed()
 
 
 def test_aborted_transactions_are_holes_and_never_events(kafka: Kafka, topic: str, source: KafkaSource) -> None:

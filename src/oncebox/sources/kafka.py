@@ -26,6 +26,7 @@ from .base import Message, Position, Progress, Source, SourceCapabilities, Sourc
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0
+CLOSE_SECONDS = 10.0
 CHECK_SECONDS = 2.0  # between two looks at the topic
 UNREAD_MAX, UNREAD_BYTES_MAX, UNREAD_WAIT = 1_000, 16 * 1024 * 1024, timedelta(seconds=10)
 _MURMUR, _WORD = 0x5BD1_E995, 0xFFFF_FFFF
@@ -233,10 +234,14 @@ class KafkaPartition(SourcePartition):
         return ()
 
     def close(self, unfinished: Sequence[Message] = ()) -> None:  # noqa: ARG002 - the next reader begins with them
-        """Let the client go."""
+        """Let the client go; one that waits for a broker which never answers is left to end by itself."""
         if self._open:
             self._open = False
-            self._consumer.close()
+            closing = threading.Thread(target=self._consumer.close, name="kafka close", daemon=True)
+            closing.start()
+            closing.join(CLOSE_SECONDS)
+            if closing.is_alive():
+                log.warning("%s: the client did not close within %.0f s", self._source.shown, CLOSE_SECONDS)
 
     @property
     def at_end(self) -> bool:

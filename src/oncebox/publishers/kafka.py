@@ -39,6 +39,7 @@ _TOPIC_ERRORS = frozenset(
         *(KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.TOPIC_EXCEPTION, KafkaError.POLICY_VIOLATION),
         *(KafkaError.NOT_ENOUGH_REPLICAS, KafkaError.NOT_ENOUGH_REPLICAS_AFTER_APPEND, KafkaError.INVALID_PARTITIONS),
         *(KafkaError.LEADER_NOT_AVAILABLE, KafkaError.INVALID_REQUIRED_ACKS),
+        KafkaError._DESTROY,  # what was queued for a topic when the client learnt that it is gone
     }
 )
 _EVENT_ERRORS = frozenset({KafkaError.INVALID_RECORD, KafkaError.INVALID_TIMESTAMP, KafkaError.INVALID_MSG_SIZE})

@@ -1,4 +1,4 @@
-"""The example of a web service on PostgreSQL, with real requests, a killed server and a killed processor."""
+"""The example of a web service on PostgreSQL, with real requests, a processor and a relay."""
 
 import json
 import os

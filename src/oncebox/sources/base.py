@@ -86,7 +86,8 @@ class SourcePartition(ABC):
     def ack_on(self, connection: Any, messages: Sequence[Message]) -> None:
         """As `ack`, in the transaction that commits their effects. `LeaseLost` when one of them is no longer held.
 
-        Then nothing of the transaction may be committed: whoever has the event now decides what becomes of it.
+        Then nothing of the transaction may be committed: whoever has the event now decides what becomes of it. Called
+        only where `joins` said yes.
         """
         raise NotImplementedError
 

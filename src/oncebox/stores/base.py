@@ -412,7 +412,7 @@ class OutboxStore(ABC):
     # --- in a transaction that is not its own ------------------------------------------------------------------------
 
     def joins(self, connection: Any) -> bool:  # noqa: ARG002 - a store that cannot join any has no use for it
-        """Whether the two below may write in the transaction of this connection, which is a driver's own.
+        """Whether the two below may write in the transaction of this connection, a driver's own; if not, nobody calls.
 
         So it is of this very database, which the servers are asked about, never URLs; and its role has the rights.
         """

@@ -7,12 +7,16 @@ import os
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from oncebox.testing.servers import MissingProgram, PgBouncer, PostgreSQL, Valkey
 
 if TYPE_CHECKING:  # its client takes a while to load, and most tests need none
     from oncebox.testing.kafka import Kafka
+
+hypothesis.settings.register_profile("oncebox", deadline=None)  # no test fails because the machine is slow
+hypothesis.settings.load_profile("oncebox")
 
 
 @pytest.fixture(scope="session")

@@ -350,7 +350,7 @@ def test_where_a_log_began_is_kept_before_anything_is_done(states: StateStore) -
     assert progress_from(lives.entries(Space.CHECKPOINTS)[b"log"]).low == (5,)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     keys=st.lists(st.sampled_from("abc"), min_size=1, max_size=25),
     copies=st.lists(st.integers(0, 24), max_size=8),

@@ -18,7 +18,7 @@ IDENTITIES = st.one_of(
 
 
 @pytest.mark.requirement("EO-05")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kept=st.sets(IDENTITIES, max_size=20),
     added=st.lists(st.sets(IDENTITIES, max_size=5), max_size=4),

@@ -561,7 +561,7 @@ TURNS = st.lists(st.builds(Turn, SOME, SOME, SOME, st.integers(0, 12), st.boolea
 
 @pytest.mark.requirement("EO-09")
 @given(refused=SOME, turns=TURNS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_whatever_is_asked_and_whoever_dies_each_event_has_its_effect_once_or_was_purged(
     refused: frozenset[int], turns: list[Turn]
 ) -> None:

@@ -39,7 +39,7 @@ drafts = st.builds(
     event_id=st.none(),
     content_type=st.text(names, min_size=1, max_size=CONTENT_TYPE_MAX),
 )
-many = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+many = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 awkward = Draft("t", b"\\.\n\\N\t\x00", "\\N", "\\.", {"\\": '"'}, {"\x00": "\x00"}, content_type="\\x")
 
 

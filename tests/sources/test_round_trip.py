@@ -39,7 +39,7 @@ def read_back(claim: Claim) -> tuple[Event, int]:
 
 
 @generated(CLAIMS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_an_event_that_was_read_back_would_be_sent_the_same_again(claim: Claim) -> None:
     event, replays = read_back(claim)
     again = claim._replace(event=event, replays=replays)
@@ -48,7 +48,7 @@ def test_an_event_that_was_read_back_would_be_sent_the_same_again(claim: Claim) 
 
 
 @generated(CLAIMS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_an_event_is_read_back_as_it_was_written(claim: Claim) -> None:
     event, replays = read_back(claim)
     assert event[:4] == claim.event[:4]

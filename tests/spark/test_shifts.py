@@ -1,16 +1,21 @@
-"""The shape of a shift: where it ends, and how a piece of work is named."""
+"""The shape of a shift: where it ends, how a piece of work is named, and what a receipt says."""
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oncebox import clock
+from oncebox.clock import uuid7
 from oncebox.errors import InvalidSetting
+from oncebox.event import Claim, Event
+from oncebox.publishers.null import NullPublisher
+from oncebox.relay.delivery import Batch
 from oncebox.relay.settings import RelaySettings
 from oncebox.spark import Plan, Receipts
 from oncebox.spark.driver import told
-from oncebox.spark.shifts import Shift
+from oncebox.spark.shifts import Shift, _receipts
 from oncebox.spark.tickets import Tickets
 
 
@@ -77,3 +82,49 @@ def test_a_plan_that_makes_no_sense_is_refused(wrong: dict[str, object]) -> None
 def test_of_a_failed_query_the_python_error_is_told() -> None:
     error = "Query failed\n at java\nTraceback:\n  File x\nModuleNotFoundError: No module named 'shop'\n\n\tat java.b"
     assert told(error) == "Query failed; ModuleNotFoundError: No module named 'shop'"
+
+
+TIMES = st.datetimes(datetime(1900, 1, 1), datetime(9999, 12, 31), timezones=st.just(UTC))  # noqa: DTZ001 - UTC is added
+KEYS = st.none() | st.text(st.characters(codec="utf-8"), min_size=1, max_size=3)
+COUNTS = st.integers(0, 3)
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.sampled_from(["order.created", "größe"]), TIMES, KEYS, KEYS, COUNTS, COUNTS),
+        min_size=1,
+        max_size=9,
+    )
+)
+def test_receipts_say_of_each_event_what_its_claim_said(rows: list[tuple[str, datetime, str, str, int, int]]) -> None:
+    token, now = uuid7(), clock.now()
+    claims = [
+        Claim(
+            Event(uuid7(), kind, b"", created, ordering_key=key, partition_key=place),
+            seq=number * 2**40,
+            token=token,
+            claimed_by="relay/here",
+            claimed_at=now,
+            locked_until=now,
+            attempts=attempts,
+            replays=replays,
+        )
+        for number, (kind, created, key, place, attempts, replays) in enumerate(rows)
+    ]
+    found = _receipts(Batch(claims, clock.monotonic(), published=claims), NullPublisher()).to_pylist()
+    assert all(now <= row.pop("published_at") < now + timedelta(minutes=1) for row in found)
+    assert found == [
+        {
+            "event_id": str(claim.event.event_id),
+            "event_type": claim.event.event_type,
+            "destination": "null",
+            "ordering_key": claim.event.ordering_key,
+            "partition_key": claim.event.partition_key,
+            "created_at": claim.event.created_at,
+            "published_by": "relay/here",
+            "attempts": claim.attempts,
+            "replays": claim.replays,
+            "seq": claim.seq,
+        }
+        for claim in claims
+    ]

@@ -20,6 +20,7 @@ from ..sources.base import Source
 from ..states.base import Space, StateStore
 from ..stores.base import OutboxStore
 from ..wiring import open_source, open_state, open_store
+from .collecting import rare_collections
 from .shifts import COUNTS, Ticket
 
 log = logging.getLogger(__name__)
@@ -44,9 +45,10 @@ class Work:
 
 def run_work(work: Work, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """What `mapInArrow` calls: each ticket becomes a bounded run over this task's partitions."""
-    for batch in batches:
-        for row in batch.to_pylist():
-            yield from _run(work, Ticket(**row))
+    with rare_collections():
+        for batch in batches:
+            for row in batch.to_pylist():
+                yield from _run(work, Ticket(**row))
 
 
 def _run(work: Work, ticket: Ticket) -> Iterator[pa.RecordBatch]:

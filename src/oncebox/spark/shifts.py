@@ -1,10 +1,10 @@
 """One task of one shift: the relay's loop on an executor, for some seconds, handing out receipts."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any, NamedTuple
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple, TypeAlias
 from uuid import UUID
 
 import numpy as np
@@ -21,11 +21,15 @@ from ..relay.settings import RelaySettings
 from ..relay.worker import Parts, RelayWorker, new_worker_id
 from ..stores.base import Receipt
 from ..wiring import open_publisher, open_store
+from .collecting import rare_collections
 
 log = logging.getLogger(__name__)
 
 ID_CHARACTERS = 36
 _DIGITS = [place for place in range(ID_CHARACTERS) if place not in {8, 13, 18, 23}]  # where no dash is
+
+Column: TypeAlias = Sequence[Any] | pa.Array
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 COUNTS = pa.schema([("published_by", pa.string()), ("published", pa.int64())])
 RECEIPTS = pa.schema(
@@ -85,9 +89,10 @@ class Ticket(NamedTuple):
 
 def run_shift(shift: Shift, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """What `mapInArrow` calls: each ticket becomes a bounded run of the relay's loop, and its receipts."""
-    for batch in batches:
-        for row in batch.to_pylist():
-            yield from _work(shift, Ticket(**row))
+    with rare_collections():
+        for batch in batches:
+            for row in batch.to_pylist():
+                yield from _work(shift, Ticket(**row))
 
 
 def _work(shift: Shift, ticket: Ticket) -> Iterator[pa.RecordBatch]:
@@ -120,7 +125,7 @@ def _delivered_before(shift: Shift, parts: Parts, place: str) -> Iterator[pa.Rec
     last: Receipt | None = None
     while page := parts.store.receipts(place, after=last):
         if shift.receipts:
-            yield _columns([_old_row(one, parts.publisher) for one in page])
+            yield _rows(zip(*[_old_row(one, parts.publisher) for one in page], strict=True))
         else:
             yield _counts(place, len(page))
         last = page[-1]
@@ -154,26 +159,45 @@ def _counts(worker_id: str, number: int) -> pa.RecordBatch:
 def _receipts(batch: Batch, publisher: Publisher) -> pa.RecordBatch:
     """Column by column, and what is the same for all only once: it runs for every event."""
     claims = batch.published
-    events = [claim.event for claim in claims]
-    size = len(claims)
-    columns = [
-        _id_texts([event.event_id for event in events]),
-        [event.event_type for event in events],
-        [publisher.destination(event) for event in events],
-        [event.ordering_key for event in events],
-        [event.partition_key for event in events],
-        [event.created_at for event in events],
-        pa.repeat(pa.scalar(batch.acked_at(), RECEIPTS.field("published_at").type), size),
-        pa.repeat(pa.scalar(claims[0].claimed_by), size),
-        [claim.attempts for claim in claims],
-        [claim.replays for claim in claims],
-        [claim.seq for claim in claims],
+    ids, types, _, created, _, ordering_keys, partition_keys, _, _ = zip(
+        *[claim.event for claim in claims], strict=True
+    )
+    _, seqs, _, workers, _, _, attempts, _, replays = zip(*claims, strict=True)
+    columns: list[Column] = [
+        _id_texts(ids),
+        types,
+        [publisher.destination(claim.event) for claim in claims],
+        ordering_keys,
+        partition_keys,
+        _times(created),
+        [batch.acked_at()] * len(claims),
+        workers,
+        attempts,
+        replays,
+        seqs,
     ]
-    arrays = [pa.array(column, one.type) for column, one in zip(columns, RECEIPTS, strict=True)]
+    return _rows(columns)
+
+
+def _rows(columns: Iterable[Column]) -> pa.RecordBatch:
+    arrays = [_array(column, one.type) for column, one in zip(columns, RECEIPTS, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=RECEIPTS)
 
 
-def _id_texts(ids: list[UUID]) -> pa.Array:
+def _array(values: Column, kind: pa.DataType) -> pa.Array:
+    if isinstance(values, pa.Array):
+        return values
+    same = values.count(values[0]) == len(values)
+    return pa.repeat(pa.scalar(values[0], kind), len(values)) if same else pa.array(values, kind)
+
+
+def _times(times: Sequence[datetime]) -> pa.Array:
+    """Times as Arrow has them: a third of the time that it takes to read each one's zone."""
+    since = pa.array([one - EPOCH for one in times], pa.duration("us"))
+    return since.view(RECEIPTS.field("created_at").type)
+
+
+def _id_texts(ids: Sequence[UUID]) -> pa.Array:
     """Ids as text, all at once: a fifth of the time that `str` takes for each."""
     digits = np.frombuffer(b"".join([one.bytes for one in ids]).hex().encode(), np.uint8).reshape(-1, 32)
     texts = np.full((len(ids), ID_CHARACTERS), ord("-"), np.uint8)
@@ -204,9 +228,3 @@ def _old_row(receipt: Receipt, publisher: Publisher) -> tuple[Any, ...]:
         receipt.replays,
         receipt.seq,
     )
-
-
-def _columns(rows: list[tuple[Any, ...]]) -> pa.RecordBatch:
-    columns = zip(*rows, strict=True)
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, RECEIPTS, strict=True)]
-    return pa.RecordBatch.from_arrays(arrays, schema=RECEIPTS)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ ONE_BY_ONE = {"sqlite": 50.0, "rocksdb": 10.0, "postgresql": 10.0}
 RATE = 20_000.0  # events a second that each state store must reach
 PATIENCE = 1_800.0
 LOOK = 0.05
+SHIFT, SHIFT_MAX = timedelta(seconds=10), timedelta(minutes=10)
 SHORTFALL = "The broker, the JVM, the tasks and a state store that is a server share two cores."
 
 
@@ -135,7 +137,7 @@ def state_url(kind: str, where: str) -> str:
 
 
 def run(stage: Stage, name: str, topic: str, state: str) -> Run:
-    """From the first commit to the last, shifts and their changes included."""
+    """From the first commit to the last, shifts and their changes included, unless nothing is kept between them."""
     from confluent_kafka import Consumer, TopicPartition
 
     from oncebox.spark import process
@@ -147,7 +149,8 @@ def run(stage: Stage, name: str, topic: str, state: str) -> Run:
             return sum(max(0, part.offset) for part in watcher.committed(parts, timeout=60))
 
         app = f"benchmarks.handlers:{name}"
-        with process(stage.spark, app, source=stage.url(topic), state=state, tasks=WORKERS, drain=True):
+        shift = SHIFT_MAX if state == forgetful.URL else SHIFT  # what forgets its checkpoint would begin again
+        with process(stage.spark, app, source=stage.url(topic), state=state, tasks=WORKERS, shift=shift, drain=True):
             at_first = until(done, 1)
             processes.forget_peaks(processes.WORKERS)
             tasks = processes.cpu(processes.WORKERS)

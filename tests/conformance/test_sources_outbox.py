@@ -49,6 +49,7 @@ class TestSQLite(SourceConformance):
     has_server = False
     loses = False
     replays = False
+    routes = False
 
     @pytest.fixture
     def url(self, tmp_path: Path) -> str:

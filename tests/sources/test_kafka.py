@@ -66,10 +66,11 @@ def test_a_client_that_never_closes_holds_nobody_up(
     closed()
 
 
-def test_aborted_transactions_are_holes_and_never_events(kafka: Kafka, topic: str, source: KafkaSource) -> None:
+def write_in_transactions(kafka: Kafka, topic: str, count: int) -> None:
+    """One record in each, and every third one, from the second on, aborted."""
     producer = Producer({**kafka.client, "transactional.id": f"kit-{topic}"})
     producer.init_transactions()
-    for number in range(9):
+    for number in range(count):
         producer.begin_transaction()
         producer.produce(topic, b"%d" % number)
         producer.flush()
@@ -77,6 +78,10 @@ def test_aborted_transactions_are_holes_and_never_events(kafka: Kafka, topic: st
             producer.abort_transaction()
         else:
             producer.commit_transaction()
+
+
+def test_aborted_transactions_are_holes_and_never_events(kafka: Kafka, topic: str, source: KafkaSource) -> None:
+    write_in_transactions(kafka, topic, 9)
     part = source.partition(0, Progress(), owner="one")
     found = read(part, 6)
     assert payloads(found) == [b"0", b"2", b"3", b"5", b"6", b"8"]
@@ -84,6 +89,43 @@ def test_aborted_transactions_are_holes_and_never_events(kafka: Kafka, topic: st
     rest = source.partition(0, Progress(found[2].position), owner="two")
     assert payloads(read(rest, 3)) == [b"5", b"6", b"8"]
     rest.close()
+
+
+def test_what_retention_takes_of_a_topic_that_was_read_to_its_end_is_not_missed(
+    kafka: Kafka, topic: str, source: KafkaSource
+) -> None:
+    """Behind the last record a transaction leaves a marker: the offset that comes next is one that nobody reads."""
+    write_in_transactions(kafka, topic, 3)
+    part = source.partition(0, Progress(), owner="one")
+    found = read(part, 2)
+    part.ack(found)
+    given.patiently(lambda: not part.poll(1, bytes_max=1 << 20, timeout=MOMENT) and part.at_end)
+    part.close()
+    kafka.delete_records(topic, 0)
+    write(kafka, topic, 10, 12)
+    rest = source.partition(0, Progress(found[-1].position), owner="two")
+    assert payloads(read(rest, 2)) == [b"10", b"11"]
+    rest.close()
+
+
+@pytest.mark.parametrize("unread", [1, 2])
+def test_a_record_that_retention_took_unread_is_missed(
+    kafka: Kafka, topic: str, source: KafkaSource, unread: int
+) -> None:
+    """Of a reader that stopped before the end, and of one that stopped at it while more were written."""
+    write_in_transactions(kafka, topic, 1)
+    if unread == 2:
+        write_in_transactions(kafka, topic, 1)
+    part = source.partition(0, Progress(), owner="one")
+    (first,) = given.patiently(lambda: part.poll(1, bytes_max=1 << 20, timeout=MOMENT))
+    part.ack([first])
+    if unread == 1:
+        given.patiently(lambda: not part.poll(1, bytes_max=1 << 20, timeout=MOMENT) and part.at_end)
+        write_in_transactions(kafka, topic, 1)
+    part.close()
+    kafka.delete_records(topic, 0)
+    with pytest.raises(PositionGone):
+        source.partition(0, Progress(first.position), owner="two")
 
 
 def test_a_strangers_record_is_an_event_with_the_same_id_each_time(

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, Self
 from uuid import NAMESPACE_OID, UUID, uuid5
 
@@ -191,6 +192,8 @@ class KafkaPartition(SourcePartition):
         self._error: SourceError | None = None
         self._first_wait = ANSWER_SECONDS  # until the end was seen once, or the broker was silent for so long
         self._open = True
+        self._last = -1 if progress.low is None else progress.low[0]  # the last record that was taken
+        self._told = -1  # how far, at its latest, the broker knows all to be done
         own = {"on_commit": _committed, "logger": ClientLog()}
         self._consumer = Consumer({**settings, **own})
         try:
@@ -224,10 +227,21 @@ class KafkaPartition(SourcePartition):
         for message in messages:
             self._held.pop(message.position[0], None)
         if messages and self._open:
-            try:
-                self._consumer.commit(offsets=[self._at(next(iter(self._held), self._next))], asynchronous=True)
-            except KafkaException as error:
-                log.debug("%s: offsets were not committed: %s", self._source.shown, error)
+            self._tell()
+
+    def _tell(self) -> None:
+        """How far all is done. When nothing is left, also behind which record: see `_only_markers`."""
+        offset = next(chain(self._held, (record.offset() for record in self._buffer)), None)
+        done = self._at(self._next, self._end_mark(self._last)) if offset is None else self._at(offset)
+        try:
+            self._consumer.commit(offsets=[done], asynchronous=True)
+            self._told = done.offset
+        except KafkaException as error:
+            log.debug("%s: offsets were not committed: %s", self._source.shown, error)
+
+    def _end_mark(self, last: int) -> str:
+        """Said with an offset: between the record `last` of this very topic and that offset there is no other."""
+        return f"oncebox/{self._mark}/{last}"
 
     def hold(self, messages: Sequence[Message]) -> Collection[Position]:  # noqa: ARG002 - a log lends nothing
         """Nothing can be lost: a log is nobody's."""
@@ -248,19 +262,35 @@ class KafkaPartition(SourcePartition):
         """Whether everything that is in the log now was handed out."""
         return not self._buffer and self._next >= self._bounds()[1]
 
-    def _at(self, offset: int) -> TopicPartition:
-        return TopicPartition(self._topic, self._number, offset)
+    def _at(self, offset: int, said: str = "") -> TopicPartition:
+        return TopicPartition(self._topic, self._number, offset, said)
 
     def _first(self, progress: Progress) -> int:
         start, end = self._bounds()
         if progress.low is None:
             return end if self._source.from_end else start
         wanted = progress.low[0] + 1
+        if wanted < start and self._only_markers(wanted, start):
+            return start
         if not start <= wanted <= end:
             raise self._source.gone(
                 f"offset {wanted:,} of partition {self._number} comes next, and the log has {start:,} to {end:,}"
             )
         return wanted
+
+    def _only_markers(self, wanted: int, start: int) -> bool:
+        """Whether all that was deleted behind the checkpoint is what transactions leave there, and no record.
+
+        We said so ourselves to the broker, when we were at the end with everything done; who sets a group's offset by
+        hand does not say it.
+        """
+        try:
+            (found,) = self._consumer.committed([self._at(0)], timeout=ANSWER_SECONDS)
+        except KafkaException as error:
+            if error.args[0].code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
+                return False  # nobody can tell
+            raise self._source.unavailable(error.args[0]) from error
+        return found.offset >= start and found.metadata == self._end_mark(wanted - 1)
 
     def _bounds(self) -> tuple[int, int]:
         """The first offset that is there, and the one after the last."""
@@ -287,6 +317,7 @@ class KafkaPartition(SourcePartition):
                 self._take(record)
             elif error.code() == KafkaError._PARTITION_EOF:
                 self._first_wait = 0.0
+                self._reached(record.offset() or 0)
             elif (meaning := self._meaning(error)) is not None:
                 self._error = meaning
                 break
@@ -297,8 +328,14 @@ class KafkaPartition(SourcePartition):
         offset = record.offset()
         if offset < self._next:
             raise self._source.gone(f"the log of partition {self._number} went back to offset {offset:,}")
-        self._next = offset + 1
+        self._last, self._next = offset, offset + 1
         self._buffer.append(record)
+
+    def _reached(self, end: int) -> None:
+        """What is between the last record and the end are markers of transactions: nobody waits for them."""
+        self._next = max(self._next, end)
+        if self._told < self._next and self._last >= 0 and not (self._held or self._buffer):
+            self._tell()
 
     def _meaning(self, error: KafkaError) -> SourceError | None:
         """What the error says about this partition; none if it passes by itself."""

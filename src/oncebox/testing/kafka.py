@@ -110,6 +110,12 @@ class Kafka(Server):
         _settled(self._admin_client().create_partitions([NewPartitions(name, count)]))
         self._wait(lambda: self._has_topic(name, count), f"show {count} partitions of {name}")
 
+    def delete_records(self, topic: str, partition: int) -> None:
+        """Delete all that is in a partition now, as retention does."""
+        admin, end = self._admin_client(), TopicPartition(topic, partition, -1)  # up to the high watermark
+        (asked,) = admin.delete_records([end]).values()
+        asked.result(_ANSWER_SECONDS_MAX)
+
     def records(self, topic: str) -> list[Stored]:
         """All committed records of a topic up to now: by partition, then in their order."""
         consumer = Consumer(

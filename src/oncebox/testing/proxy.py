@@ -8,6 +8,7 @@ with Proxy(server.port) as proxy:
 """
 
 import contextlib
+import re
 import socket
 import struct
 import threading
@@ -23,8 +24,8 @@ _LINGER_NONE = struct.pack("ii", 1, 0)  # close() sends RST
 class Proxy:
     """Passes bytes between its own port and a server's; every fault lasts until `heal`."""
 
-    def __init__(self, port: int) -> None:
-        self._target = port
+    def __init__(self, port: int = 0) -> None:
+        self.target = port  # may be set later: a server may have to know this proxy before it has a port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._pairs: set[_Pair] = set()
         self._lock = threading.Lock()
@@ -46,7 +47,7 @@ class Proxy:
 
     def url(self, url: str) -> str:
         """The same URL, through this proxy."""
-        return url.replace(f":{self._target}/", f":{self.port}/")
+        return re.sub(rf":{self.target}\b", f":{self.port}", url)
 
     def reset(self) -> None:
         """End all connections with RST, and each new one as soon as it comes."""
@@ -98,7 +99,7 @@ class Proxy:
 
     def _joined(self, client: socket.socket) -> bool:
         try:
-            server = socket.create_connection(("127.0.0.1", self._target), timeout=5)
+            server = socket.create_connection(("127.0.0.1", self.target), timeout=5)
         except OSError:
             return False
         server.settimeout(None)

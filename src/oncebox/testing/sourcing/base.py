@@ -120,13 +120,14 @@ class SourceBase:
     competing: ClassVar[bool] = False  # True: two consumers share a partition of `shared_url`; the idle lose theirs
     loses: ClassVar[bool] = True  # False: what was written cannot be taken away; `lose` is not called
     replays: ClassVar[bool] = True  # False: `write` cannot write a replay count
+    routes: ClassVar[bool] = True  # False: nobody can say which partition a key comes in, so nothing is repartitioned
     keeps_keys_apart: ClassVar[bool] = False  # True: ordering key and partition key arrive as they were
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         if not hasattr(cls, "source_type"):
             return
-        traits = {name: getattr(cls, name) for name in ("has_server", "competing", "loses", "replays")}
+        traits = {name: getattr(cls, name) for name in ("has_server", "competing", "loses", "replays", "routes")}
         for name in dir(cls):
             for trait, wanted in getattr(getattr(cls, name), "needs", {}).items():
                 if traits.get(trait, getattr(cls.source_type.capabilities, trait, None)) != wanted:

@@ -33,6 +33,20 @@ class ContentConformance(SourceBase):
         assert reader.look() == []
         reader.close()
 
+    @needs(routes=True)
+    def test_a_key_comes_in_the_partition_that_is_said(self, source: Source, url: str) -> None:
+        self.write(url, [given.claimed("order.created", ordering_key=f"kéy-{number}") for number in range(40)])
+        self.write(
+            url,
+            [given.claimed("order.created", ordering_key="one", partition_key=f"at-{number}") for number in range(40)],
+        )
+        reader = Reader(source)
+        reader.drain(80)
+        for number, messages in enumerate(reader.read):
+            keys = [key_of(message.event) or "" for message in messages]
+            assert {source.route(key, source.partitions()) for key in keys} <= {number}
+        reader.close()
+
     @needs(positions=True)
     def test_the_positions_of_a_log_grow(self, source: Source, url: str) -> None:
         self.write(url, given.several("order.created", 120, ordering_key="one"))

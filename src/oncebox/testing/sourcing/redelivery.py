@@ -8,7 +8,7 @@ from typing import Any, Self
 import pytest
 
 from ... import clock
-from ...sources.base import Message, Source
+from ...sources.base import Message, Progress, Source
 from ..publishing import given
 from .base import BYTES_MAX, PATIENCE_SECONDS, Reader, SourceBase, needs
 from .reader import killed_reader
@@ -85,6 +85,27 @@ class RedeliveryConformance(SourceBase):
         second = Reader(source, owner="second")
         assert [int(one.event.payload) for one in second.drain(9)] == list(range(9))
         second.close()
+
+    @needs(routes=True)
+    def test_a_partition_is_unread_until_all_of_it_is_done(self, source: Source, url: str) -> None:
+        """A look changes nothing: all that was unread is there to be read."""
+        nothing = [Progress()] * source.partitions()
+        assert not any(map(source.unread, range(len(nothing)), nothing))
+        self.write(url, [given.claimed("order.created", b"%d" % n, ordering_key=f"key-{n}") for n in range(40)])
+        assert all(map(source.unread, range(len(nothing)), nothing))
+        first = Reader(source, owner="first")
+        first.take(40)
+        done = [read[-1] for read in first.read]  # and all before it are not
+        first.ack(done)
+        progress = first.progress(done)
+        first.close()
+        assert all(map(source.unread, range(len(nothing)), progress))
+        second = Reader(source, progress, owner="second")
+        second.take(40 - len(done) if source.capabilities.shared else 40)
+        second.ack(second.messages)
+        progress = second.progress(second.messages)
+        second.close()
+        assert not any(map(source.unread, range(len(nothing)), progress))
 
     def test_an_object_hands_nothing_out_twice(self, source: Source, url: str) -> None:
         self.write(url, given.several("order.created", 20))

@@ -14,6 +14,9 @@ from datetime import UTC, datetime
 from itertools import repeat
 from uuid import UUID, SafeUUID
 
+# Linux has a clock of its own that counts sleep, on macOS CLOCK_MONOTONIC does, Windows has neither by these names.
+_COUNTS_SLEEP = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
+
 _id_lock = threading.Lock()
 _id_last = 0
 # Past `UUID.__init__`, whose questions about its arguments take longer than all the rest of an id.
@@ -29,8 +32,11 @@ def now() -> datetime:
 
 
 def monotonic() -> float:
-    """Seconds on a clock that never goes back; for deadlines within this process."""
-    return time.monotonic()
+    """Seconds on a clock that never goes back; for deadlines within this process.
+
+    It goes on while the machine sleeps, as the leases in the database do.
+    """
+    return time.monotonic() if _COUNTS_SLEEP is None else time.clock_gettime(_COUNTS_SLEEP)
 
 
 def sleep(seconds: float) -> None:

@@ -1,5 +1,7 @@
 """Ids that are made of time (EM-04)."""
 
+import subprocess
+import sys
 import threading
 import time
 from datetime import UTC, datetime, timedelta
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oncebox import clock
+from oncebox.testing.servers import MissingProgram
 
 
 def milliseconds(event_id: UUID) -> int:
@@ -81,3 +84,13 @@ def test_the_wall_clock_is_in_utc_and_monotonic_time_does_not_go_back() -> None:
     assert clock.now().utcoffset() == timedelta(0)
     assert clock.now() >= datetime(2026, 1, 1, tzinfo=UTC)
     assert clock.monotonic() <= clock.monotonic()
+
+
+def test_a_deadline_passes_while_the_machine_sleeps() -> None:
+    """In a namespace whose clocks say that it has slept for a day: only the one that counts sleep is ahead."""
+    asleep = ["unshare", "--user", "--map-root-user", "--time", "--boottime", "86400", "--fork"]
+    code = "import time; from oncebox import clock; print(clock.monotonic() - time.monotonic())"
+    done = subprocess.run([*asleep, sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise MissingProgram(f"this user may not have a clock of its own: run the test as root ({done.stderr})")
+    assert float(done.stdout) > 86_000

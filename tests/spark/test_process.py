@@ -134,6 +134,29 @@ def holds(pid: int, path: str) -> bool:
         return False
 
 
+@pytest.mark.usefixtures("emitted")
+def test_a_processor_stops_long_before_its_shift_is_over(
+    spark: SparkSession, url: str, store: OutboxStore, tmp_path: Path
+) -> None:
+    fill(store, 100, keys=KEYS)
+    state = f"sqlite:///{tmp_path}/state"
+    running = process(
+        spark,
+        APP,
+        source=f"outbox+{url}",
+        state=state,
+        emit=f"sqlite:///{tmp_path}/emitted.db",
+        shift=timedelta(minutes=10),
+    )
+    until(partial(has_published, store, 100))
+    stopping = threading.Thread(target=running.stop, daemon=True)
+    stopping.start()
+    stopping.join(PATIENCE)
+    assert not stopping.is_alive()
+    assert running.handled == 100, "its tasks ended by themselves, and said what they had done"
+    assert sums(state) == truth(100)
+
+
 def test_what_is_wrong_is_said_at_once(spark: SparkSession, url: str, store: OutboxStore, tmp_path: Path) -> None:
     state = f"sqlite:///{tmp_path}/state"
     with pytest.raises(InvalidSetting, match="no module 'nowhere'"):

@@ -22,11 +22,14 @@ from ..stores.base import hidden_password
 from ..wiring import anchored, open_source, open_state, open_store
 from .driver import LOOK, SHIFT_MAX, SHIFT_MIN, Line, spark_schema
 from .processing import Work, run_work
+from .session import is_local
 from .shifts import COUNTS
 from .tickets import FORMAT, TicketSource
 
 log = logging.getLogger(__name__)
 
+SHIFT = timedelta(minutes=1)  # between two of them nobody works on a task's partitions
+SHIFT_APART = timedelta(seconds=10)  # where the tasks are elsewhere, and are told to stop between two shifts only
 FATAL = (  # no retry helps
     *("PartitionsChanged", "PositionGone", "NoOutbox", "InvalidSetting", "StateError", "TransactionEnded", "UnknownS"),
 )
@@ -44,12 +47,13 @@ def process(
     state: str,
     emit: str | None = None,
     tasks: int = 2,
-    shift: timedelta = timedelta(seconds=10),
+    shift: timedelta | None = None,
     drain: bool = False,
 ) -> "SparkProcessor":
     """Start the processor that `module:name` names on this session; return a handle on its query.
 
-    Everything is opened here once, so that what is wrong is said at once.
+    Everything is opened here once, so that what is wrong is said at once. A `shift` lasts a minute, or 10 seconds where
+    the tasks are on other machines.
     """
     running = SparkProcessor(spark, app, source=source, state=state, emit=emit, tasks=tasks, shift=shift, drain=drain)
     running.start()
@@ -68,12 +72,16 @@ class SparkProcessor:
         state: str,
         emit: str | None,
         tasks: int,
-        shift: timedelta,
+        shift: timedelta | None,
         drain: bool,
     ) -> None:
+        self._spark = spark
+        self._master = spark.conf.get("spark.master", "local") or "local"
+        here = is_local(self._master)
+        shift = shift or (SHIFT if here else SHIFT_APART)
         if not SHIFT_MIN <= shift <= SHIFT_MAX:
             raise InvalidSetting(f"a shift of {shift}; give {SHIFT_MIN} to {SHIFT_MAX}")
-        self._spark = spark
+        self._temporary = Path(tempfile.mkdtemp(prefix="oncebox-process-"))
         self._work = Work(
             app=app,
             source=anchored_source(source),
@@ -82,8 +90,8 @@ class SparkProcessor:
             tasks=tasks,
             length=shift,
             drain=drain,
+            stop=str(self._stop_file) if here else None,
         )
-        self._temporary = Path(tempfile.mkdtemp(prefix="oncebox-process-"))
         self._line = Line(self, 0)
 
     def __enter__(self) -> Self:
@@ -91,6 +99,10 @@ class SparkProcessor:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    @property
+    def _stop_file(self) -> Path:
+        return self._temporary / "stop"
 
     @property
     def handled(self) -> int:
@@ -110,11 +122,10 @@ class SparkProcessor:
         with closing(open_source(work.source, consumer=app.name)) as source:
             source.partitions()
         with closing(open_state(work.state)) as state:
-            master = self._spark.conf.get("spark.master", "local") or "local"
-            if not state.capabilities.shared and not master.startswith("local"):
+            if not state.capabilities.shared and not is_local(self._master):
                 raise InvalidSetting(
-                    f"{hidden_password(work.state)} is on one machine, and {master} has several: keep the state in "
-                    "postgresql://…"
+                    f"{hidden_password(work.state)} is on one machine, and {self._master} has several: keep the state "
+                    "in postgresql://…"
                 )
         if work.emit:
             open_store(work.emit).close()
@@ -135,10 +146,13 @@ class SparkProcessor:
             raise Stopped(self._line.why())
 
     def stop(self) -> None:
-        """Let the shift that runs come to its end, its partitions given back; then end the query. Safe to repeat."""
+        """Let the tasks finish their batches and give their partitions back; then end the query. Safe to repeat.
+
+        On one machine they see it at once; elsewhere when their shift is over.
+        """
         if not self._temporary.exists():
             return
-        (self._temporary / "stop").touch()
+        self._stop_file.touch()
         ends = clock.monotonic() + 2 * self._work.length.total_seconds() + 30
         while self._line.works and clock.monotonic() < ends:
             clock.sleep(LOOK / 4)
@@ -147,7 +161,7 @@ class SparkProcessor:
 
     def line_writer(self, number: int) -> Any:
         """The query: tickets, and what each task did with its own."""
-        options = {"tasks": str(self._work.tasks), "stop": str(self._temporary / "stop")}
+        options = {"tasks": str(self._work.tasks), "stop": str(self._stop_file)}
         tickets = self._spark.readStream.format(FORMAT).options(**options).load()
         rows = tickets.mapInArrow(partial(run_work, self._work), spark_schema(COUNTS))
         counted = rows.observe("shift", total("published").alias("published"))

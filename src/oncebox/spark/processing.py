@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -41,6 +42,12 @@ class Work:
     tasks: int
     length: timedelta
     drain: bool
+    stop: str | None = None  # the file that tells to stop, where it can be seen; else a shift comes to its end
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the driver has asked to stop."""
+        return self.stop is not None and Path(self.stop).exists()
 
 
 def run_work(work: Work, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -55,7 +62,7 @@ def _run(work: Work, ticket: Ticket) -> Iterator[pa.RecordBatch]:
     until = clock.monotonic() + work.length.total_seconds()
     with ExitStack() as stack:
         desk = Desk(work, ticket, stack)
-        while clock.monotonic() < until:
+        while clock.monotonic() < until and not work.stopped:
             done = desk.turn()
             if done.handled or done.dead:
                 yield pa.RecordBatch.from_pydict(

@@ -125,7 +125,7 @@ def relay(server: PostgreSQL, scale: Scale) -> list[Result]:
     """A no-op publisher: what the relay itself costs."""
     events = scale.relayed
     with spark_session() as spark:
-        for receipts in (False, True, True):  # until the JVM has compiled what a relay does all day
+        for receipts in (False, True, True) if scale.rounds > 1 else ():  # the JVM compiles what a relay does all day
             relay_rate(spark, server, events, "null:", receipts=receipts)
         rounds = [
             Round(

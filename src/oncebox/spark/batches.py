@@ -29,8 +29,9 @@ from ..processor.records import identity
 from ..producer.payload import Encoder
 from ..sources.base import Message, Position, SourcePartition
 from ..states.base import PARTITIONS_MAX, Space, StatePartition, Write, check_name
-from ..stores.base import hidden_password
 from ..wiring import anchored, open_state, open_store
+from .processing import check_place
+from .session import master_of
 
 log = logging.getLogger(__name__)
 
@@ -104,21 +105,11 @@ class OnBatch:
 
     def __call__(self, frame: Any, batch_id: int) -> None:
         """Run one micro-batch to its end. It fails when a task of it has failed for good; then Spark runs it again."""
-        self._check_place(frame)
+        check_place(self.job.state, master_of(frame.sparkSession))
         rows = self._rows(frame)
         done = rows.mapInArrow(partial(run_batch, self.job, batch_id), _spark_schema(DONE)).collect()
         handled, skipped, dead = (sum(row[part] for row in done) for part in ("handled", "skipped", "dead"))
         log.info("%s: batch %d: handled %d, skipped %d, dead %d", self.processor, batch_id, handled, skipped, dead)
-
-    def _check_place(self, frame: Any) -> None:
-        with closing(open_state(self.job.state)) as state:
-            shared = state.capabilities.shared
-        master = frame.sparkSession.conf.get("spark.master", "local") or "local"
-        if not shared and not master.startswith("local"):
-            raise InvalidSetting(
-                f"{hidden_password(self.job.state)} is on one machine, and {master} has several: keep the state in "
-                "postgresql://…"
-            )
 
     def _rows(self, frame: Any) -> Any:
         """The columns of an event, each in its type, all rows of one partition together and in order."""

@@ -19,10 +19,10 @@ from .. import clock
 from ..errors import InvalidSetting, OnceboxError
 from ..processor.app import Processor, load
 from ..stores.base import hidden_password
-from ..wiring import anchored, open_source, open_state, open_store
+from ..wiring import anchored, open_source, open_store
 from .driver import LOOK, SHIFT_MAX, SHIFT_MIN, Line, spark_schema
-from .processing import Work, run_work
-from .session import is_local
+from .processing import Work, check_place, run_work
+from .session import is_local, master_of
 from .shifts import COUNTS
 from .tickets import FORMAT, TicketSource
 
@@ -76,7 +76,7 @@ class SparkProcessor:
         drain: bool,
     ) -> None:
         self._spark = spark
-        self._master = spark.conf.get("spark.master", "local") or "local"
+        self._master = master_of(spark)
         here = is_local(self._master)
         shift = shift or (SHIFT if here else SHIFT_APART)
         if not SHIFT_MIN <= shift <= SHIFT_MAX:
@@ -121,12 +121,7 @@ class SparkProcessor:
         app = load(work.app)
         with closing(open_source(work.source, consumer=app.name)) as source:
             source.partitions()
-        with closing(open_state(work.state)) as state:
-            if not state.capabilities.shared and not is_local(self._master):
-                raise InvalidSetting(
-                    f"{hidden_password(work.state)} is on one machine, and {self._master} has several: keep the state "
-                    "in postgresql://…"
-                )
+        check_place(work.state, self._master)
         if work.emit:
             open_store(work.emit).close()
         return app

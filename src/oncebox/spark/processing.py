@@ -12,16 +12,17 @@ import pyarrow as pa
 
 from .. import clock
 from ..clock import uuid7
-from ..errors import Fenced, SourceUnavailable, StateInUse, StateUnavailable, StoreUnavailable
+from ..errors import Fenced, InvalidSetting, SourceUnavailable, StateInUse, StateUnavailable, StoreUnavailable
 from ..processor.app import load
 from ..processor.engine import AtStep, Engine, Round
 from ..processor.records import progress_from
 from ..producer.payload import Encoder
 from ..sources.base import Source
 from ..states.base import Space, StateStore
-from ..stores.base import OutboxStore
+from ..stores.base import OutboxStore, hidden_password
 from ..wiring import open_source, open_state, open_store
 from .collecting import rare_collections
+from .session import is_local
 from .shifts import COUNTS, Ticket
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,15 @@ class Work:
     def stopped(self) -> bool:
         """Whether the driver has asked to stop."""
         return self.stop is not None and Path(self.stop).exists()
+
+
+def check_place(state: str, master: str) -> None:
+    """Open the state once, and refuse one that the other machines of this master would not see."""
+    with closing(open_state(state)) as store:
+        if not store.capabilities.shared and not is_local(master):
+            raise InvalidSetting(
+                f"{hidden_password(state)} is on one machine, and {master} has several: keep the state in postgresql://…"
+            )
 
 
 def run_work(work: Work, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -77,6 +77,11 @@ def with_attempts(master: str) -> str:
     return f"local[{threads[1] or 1},{TASK_ATTEMPTS}]" if threads else master
 
 
+def master_of(spark: SparkSession) -> str:
+    """The master that a session runs on; a local one where nobody says."""
+    return spark.conf.get("spark.master", "local") or "local"
+
+
 def is_local(master: str) -> bool:
     """Whether every process of this master runs on this machine."""
     return master.startswith("local")

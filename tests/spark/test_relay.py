@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -188,7 +189,8 @@ def test_a_killed_python_worker_loses_neither_events_nor_receipts(
     fill(store, 6_000, keys=20)
     receipts = Receipts(format="parquet", path=f"{tmp_path}/receipts")
     plan = Plan(drain=True, receipts=receipts, shift=timedelta(seconds=4))
-    running = relay(spark, store=url, to=f"file://{tmp_path}/events", settings=SETTINGS, plan=plan)
+    slow = replace(SETTINGS, rate_max=1_000.0)  # or it may be done before it is killed
+    running = relay(spark, store=url, to=f"file://{tmp_path}/events", settings=slow, plan=plan)
     thread, _ = run_in_thread(running)
     for wanted in (300, 1_500, 3_000):
         until(partial(has_published, store, wanted))
@@ -213,7 +215,8 @@ def test_a_query_that_fails_for_good_is_started_again(
     plan = Plan(queries=1, drain=True, receipts=receipts, shift=timedelta(seconds=60))
     with opened(url) as store:
         fill(store, 4_000)
-        running = relay(spark, store=url, to="null:", settings=SETTINGS, plan=plan)
+        slow = replace(SETTINGS, rate_max=500.0)  # or it may be done before it has died so often
+        running = relay(spark, store=url, to="null:", settings=slow, plan=plan)
         thread, _ = run_in_thread(running)
         killed: set[int] = set()
         while len(killed) < 4:

@@ -67,7 +67,7 @@ def until(url: str, statement: str, wanted: bool) -> float:
             row = connection.execute(statement.encode()).fetchone()
             if row and row[0] is wanted:
                 return time.monotonic()
-            time.sleep(0.02)  # more often, and asking costs as much as a part of the relay
+            time.sleep(0.02)  # each question takes time of the two cores that the relay is measured on
     raise TimeoutError(f"this never came true: {statement}")
 
 
@@ -125,7 +125,7 @@ def relay(server: PostgreSQL, scale: Scale) -> list[Result]:
     """A no-op publisher: what the relay itself costs."""
     events = scale.relayed
     with spark_session() as spark:
-        for receipts in (False, True, True) if scale.rounds > 1 else ():  # the JVM compiles what a relay does all day
+        for receipts in (False, True, True) if scale.rounds > 1 else ():  # so that the JVM has compiled it
             relay_rate(spark, server, events, "null:", receipts=receipts)
         rounds = [
             Round(

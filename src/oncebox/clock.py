@@ -34,7 +34,7 @@ def now() -> datetime:
 def monotonic() -> float:
     """Seconds on a clock that never goes back; for deadlines within this process.
 
-    It goes on while the machine sleeps, as the leases in the database do.
+    On Linux and macOS it goes on while the machine sleeps, as the leases in the database do.
     """
     return time.monotonic() if _COUNTS_SLEEP is None else time.clock_gettime(_COUNTS_SLEEP)
 

@@ -92,7 +92,7 @@ def test_a_broker_behind_a_bad_network_gets_every_event_and_nobody_is_charged(
 
 
 def felt(work: Work, fault: Fault) -> bool:
-    """Whether the relay has met it: what is slow still goes, whatever else is given a rest."""
+    """Whether the relay has met it: what is slow still goes, for anything else the breaker opens."""
     if fault.kind == "slow":
         return sum(len(batch.published) for batch in work.batches) >= (BEFORE + 3) * CLAIM_MAX
     return bool(work.worker._parts.breaker.open)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
@@ -112,8 +112,7 @@ class Kafka(Server):
 
     def delete_records(self, topic: str, partition: int) -> None:
         """Delete all that is in a partition now, as retention does."""
-        admin, end = self._admin_client(), TopicPartition(topic, partition, -1)  # up to the high watermark
-        (asked,) = admin.delete_records([end]).values()
+        (asked,) = self._admin_client().delete_records([TopicPartition(topic, partition, OFFSET_END)]).values()
         asked.result(_ANSWER_SECONDS_MAX)
 
     def records(self, topic: str) -> list[Stored]:

@@ -32,7 +32,8 @@ machine only: {machine}.
   of shift included; the broker and the JVM share the cores. **A loop that commits each message** is what is written by
   hand: one process that polls one, reads, writes, moves its checkpoint, commits, and commits the offset; it has no
   inbox, no fence and no retries. **No commit** is the same engine and handlers over a state store that writes
-  nothing, in one shift: what is left of a task's CPU then is Kafka's client, the making of events, the handlers and the engine.
+  nothing, in one shift: what is left of a task's CPU then is Kafka's client, the making of events, the handlers and the
+  engine.
 - **Many keys** are spread evenly: nearly each event reads and writes a key that no other of its batch does.
 - **Costs** (ms) compare one call in two situations, call by call in turns; the bar is an upper one.
 - **WAL and dead tuples** are counted, not timed: what an event leaves in the log and in the tables.

@@ -3,6 +3,7 @@
 from typing import Any
 from uuid import uuid4
 
+import pytest
 from hypothesis import given as generated
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from oncebox import clock
 from oncebox.event import BYTES_TYPE, RESERVED_HEADERS, RESERVED_PREFIX, Claim, Event
 from oncebox.publishers import message
 from oncebox.publishers.message import event_from, headers_of, key_of
+from oncebox.sources.kafka import plain_event
 from oncebox.testing.publishing.given import claimed
 
 STRANGER = (uuid4(), "topic")
@@ -58,6 +60,40 @@ def test_an_event_is_read_back_as_it_was_written(claim: Claim) -> None:
         assert event.content_type == claim.event.content_type
     if not own & {"content-type"} and not claim.event.metadata:
         assert event.headers == claim.event.headers
+
+
+@generated(CLAIMS)
+@settings(max_examples=400)
+def test_kafkas_short_way_to_an_event_leads_to_the_same(claim: Claim) -> None:
+    event, said = claim.event, [(name, value.encode()) for name, value in headers_of(claim).items()]
+    found = plain_event(said, event.payload, key_of(event), event.created_at)
+    own = event.headers or event.metadata or claim.replays
+    assert (found, 0) == read_back(claim) or (found is None and own)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"event_id": b"4711", "event_type": b"t", "content-type": b"c"},
+        {"event_id": None, "event_type": b"t", "content-type": b"c"},
+        {"event_id": str(uuid4()).encode(), "event_type": b"", "content-type": b"c"},
+        {"event_id": str(uuid4()).encode(), "event_type": b"t", "content-type": None},
+        {"event_type": b"t", "event_id": str(uuid4()).encode(), "content-type": b"c"},
+        {"event_id": str(uuid4()).encode(), "event_type": b"t", "own": b"c"},
+    ],
+)
+def test_what_is_not_plain_takes_the_long_way(said: dict[str, bytes | None]) -> None:
+    assert plain_event(list(said.items()), b"p", None, clock.now()) is None
+
+
+@pytest.mark.parametrize("spelt", ["{}", "{{{}}}", "urn:uuid:{}"])
+def test_an_id_is_read_however_it_is_spelt(spelt: str) -> None:
+    one = uuid4()
+    for text in (str(one), one.hex, str(one).upper()):
+        assert message.uuid_from(spelt.format(text)) == message.uuid_from(spelt.format(text).encode()) == one
+    for odd in ("", "x" * 32, "1_" * 16, str(one)[1:], f"{one}0", "ü" * 16, "\ud800"):
+        assert message.uuid_from(odd) is None
 
 
 def stranger(headers: dict[str, str]) -> tuple[Event, int]:

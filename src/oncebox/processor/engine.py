@@ -22,17 +22,18 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import repeat
 from typing import Any
 from uuid import UUID
 
 from .. import clock
 from ..errors import DuplicateEvent, InvalidSetting, OnceboxError, TransactionEnded
-from ..event import NewEvent
+from ..event import Event, NewEvent
 from ..sources.base import Message, Progress, SourcePartition
-from ..states.base import KEY_BYTES_MAX, Space, StatePartition, Write
+from ..states.base import KEY_BYTES_MAX, Space, StatePartition, Write, written
 from ..stores.base import OutboxStore, Query
 from . import records
-from .app import Permanent, Processor, Runner, State
+from .app import Handler, Permanent, Processor, Runner, State
 from .inbox import Inbox
 from .joined import Joined
 from .memory import Entry, Memory, Overlay, writes
@@ -84,13 +85,15 @@ class Round:
 class _Context:
     """What one handler is given for one event; see `app.Context`."""
 
+    borrowed = False  # it asked for the connection
+    trouble: OnceboxError | None = None  # not the event's, whatever the handler makes of it
+    _lent: Any = None
+
     def __init__(self, engine: "Engine", tried: Tried, state: Overlay) -> None:
         self._engine = engine
         self._tried = tried
         self.state: State = state
         self.emitted: list[NewEvent] = []
-        self.trouble: OnceboxError | None = None  # not the event's, whatever the handler makes of it
-        self._lent: Any = None
 
     @property
     def replay(self) -> int:
@@ -106,6 +109,7 @@ class _Context:
     def connection(self) -> Any:
         """See `Context.connection`."""
         if self._lent is None:
+            self.borrowed = True
             try:
                 self._lent = self._engine.lend()
             except OnceboxError as error:
@@ -114,7 +118,7 @@ class _Context:
         return self._lent
 
     def give_back(self, *, keep: bool) -> None:
-        """End what was done on the connection, if it was asked for."""
+        """End what was done on the connection, which was asked for."""
         if self.trouble is not None:
             raise self.trouble
         if self._lent is None:
@@ -190,7 +194,7 @@ class Engine:
         found = state.get(Space.CHECKPOINTS, [self._checkpoint, records.STARTED, records.SUSPECTS])
         self._tracker = Tracker(self._start(found.get(self._checkpoint)))
         self._checkpointed = self._checkpoint in found
-        self._held_at = clock.monotonic()
+        self._hold_at = clock.monotonic() + HOLD
         self._waiting = Waiting(self._recover(found))
         self._failures = self._failed_before()
         self._inbox = Inbox(state)
@@ -279,14 +283,14 @@ class Engine:
             self._at("handled")
             self._hold_back(change)
             skipped += self._announce()  # 1, 2 of the next batch
-            self._commit(change)  # 4, 5
+            done = self._commit(change)  # 4, 5
         except Exception:  # not the handlers' fault, and this process lives: no event is to blame
             self._state.rollback()
             self._unmark(batch)
             raise
         self._at("committed")
         if not self._joined.acknowledges:
-            self._source.ack([message for tried in change.finished for message in tried.messages])  # 6
+            self._source.ack(done)  # 6
         self._at("acknowledged")
         self._forward()  # 7
         return Round(
@@ -299,9 +303,10 @@ class Engine:
 
     def _hold(self) -> None:
         """Tell the source every few seconds what is still worked on; what is lost all the same is known by its id."""
-        if clock.monotonic() - self._held_at < HOLD or not self._waiting:
+        now = clock.monotonic()
+        if now < self._hold_at or not self._waiting:
             return
-        self._held_at = clock.monotonic()
+        self._hold_at = now + HOLD
         lost = self._source.hold(self._waiting.messages())
         if lost:
             log.warning("%s: the source has given %d events to others; their effects happen once", self.name, len(lost))
@@ -333,14 +338,17 @@ class Engine:
         if not self._log_source:
             covered = ()
         done: list[Message] = []
-        for message, identity in zip(messages, identities, strict=True):
-            if identity in known or message.position in covered:
-                done.append(message)
-            else:
-                self._waiting.add(message, identity, self._failures.get(identity, 0))
-        if done:
+        if known or covered:
+            arrived, messages, identities = zip(messages, identities, strict=True), [], []
+            for message, identity in arrived:
+                if identity in known or message.position in covered:
+                    done.append(message)
+                else:
+                    messages.append(message)
+                    identities.append(identity)
             self._tracker.finished([message.position for message in done])
             self._source.ack(done)
+        self._waiting.add_all(messages, identities, self._failures)
         return len(done)
 
     def _admit(self, letters: Sequence[records.DeadLetter]) -> set[bytes]:
@@ -394,37 +402,42 @@ class Engine:
         stopped: set[str | None] = set()
         keys = {tried.message.event.ordering_key for tried in batch}
         self._memory.prefetch([key for key in keys if key and len(key) <= PREFETCHED_MAX])
+        handler_of, max_retries = self._app.handler, self._app.max_retries
         for tried in batch:
-            self._hold()
+            if clock.monotonic() >= self._hold_at:
+                self._hold()
             event = tried.message.event
             if event.ordering_key in stopped:
                 change.skipped.append(tried)
                 continue
-            handler = self._app.handler(event.event_type)
-            if tried.failures > self._app.max_retries:  # it killed its process once too often to be run again
+            handler = handler_of(event.event_type)
+            if tried.failures > max_retries:  # it killed its process once too often to be run again
                 change.letters.append(self._letter(tried, tried.failures, DIED, ""))
                 change.finished.append(tried)
             elif handler is None:
                 change.unhandled += 1
                 change.finished.append(tried)
-            elif not self._run(handler, tried, change) and event.ordering_key is not None:
+            elif not self._run(handler, event, tried, change) and event.ordering_key is not None:
                 stopped.add(event.ordering_key)
         return change
 
-    def _run(self, handler: Any, tried: Tried, change: Change) -> bool:
+    def _run(self, handler: Handler, event: Event, tried: Tried, change: Change) -> bool:
         """Whether the key may go on: the handler ended well, or its event is given up."""
         overlay = Overlay(self._memory, change.state)
         context = _Context(self, tried, overlay)
         try:
-            self._runner.call(handler, tried.message.event, context)
-            context.give_back(keep=True)
+            self._runner.call(handler, event, context)
+            if context.borrowed:
+                context.give_back(keep=True)
         except NoOutbox:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is this event's failure
-            context.give_back(keep=False)
+            if context.borrowed:
+                context.give_back(keep=False)
             return self._note(tried, error, change)
-        change.state |= overlay.changes
-        change.emitted += context.emitted
+        change.state.update(overlay.changes)
+        if context.emitted:
+            change.emitted += context.emitted
         change.finished.append(tried)
         return True
 
@@ -478,7 +491,8 @@ class Engine:
 
     # --- 4, 5 -------------------------------------------------------------------------------------------------------
 
-    def _commit(self, change: Change) -> None:
+    def _commit(self, change: Change) -> list[Message]:
+        """Write all of it; what the source is to be told."""
         done = change.finished
         messages = [message for tried in done for message in tried.messages]
         self._tracker.finished([message.position for message in messages])
@@ -494,17 +508,19 @@ class Engine:
         if self._failures:
             for tried in done:
                 self._failures.pop(tried.identity, None)
+        return messages
 
     def _records(self, change: Change) -> list[Write]:
-        expires_at, inbox = clock.now() + self._app.inbox, Space.INBOX
+        expires_at = clock.now() + self._app.inbox
+        done = [tried.identity for tried in change.finished]
         found = [
             Write(Space.CHECKPOINTS, self._checkpoint, records.progress_bytes(self._tracker.progress)),
             Write(Space.CHECKPOINTS, records.STARTED, _marker(self._marked)),
         ]
         if suspects := self._waiting.suspects:
-            left = suspects.difference(tried.identity for tried in change.finished)
+            left = suspects.difference(done)
             found.append(Write(Space.CHECKPOINTS, records.SUSPECTS, records.identities_bytes(left) or None))
-        found += [Write(inbox, tried.identity, b"", expires_at) for tried in change.finished]
+        found += written(Space.INBOX, done, repeat(b""), repeat(expires_at))
         found += [Write(Space.RETRIES, tried.identity, None) for tried in change.finished if tried.failures]
         found += [
             Write(Space.RETRIES, tried.identity, retry_bytes(tried.failures, told)) for tried, told in change.failed
@@ -514,9 +530,7 @@ class Engine:
         ]
         # A duplicate of a dead letter is known as one for as long as the letter is there to be redriven.
         found += [Write(Space.INBOX, letter.identity, b"") for letter in change.letters]
-        found += self._requests.settled(
-            (tried.identity for tried in change.finished), (letter.identity for letter in change.letters)
-        )
+        found += self._requests.settled(done, (letter.identity for letter in change.letters))
         found += [
             Write(Space.OUTGOING, records.outgoing_key(self._next_outgoing + place), records.outgoing_bytes(event))
             for place, event in enumerate(() if self._joined.emits else change.emitted)

@@ -1,27 +1,23 @@
 """What handlers see of the state: what is committed, what this batch has put, and what this handler has put."""
 
 import json
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from heapq import merge
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import clock
-from ..states.base import KEY_BYTES_MAX, Space, StateView, Write
+from ..states.base import KEY_BYTES_MAX, Space, StateView, Write, written
 
 _BYTES, _JSON = b"b", b"j"
 _json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _unjson = json.JSONDecoder().decode
 SCAN_PAGE = 1_000
+_LONG = 1 << 63
 
-
-class Entry(NamedTuple):
-    """A value on its way; None deletes the key."""
-
-    value: bytes | None
-    expires_at: datetime | None = None
+Value = bytes | int | None  # encoded, or a number below `_LONG`, encoded when it is written; None deletes the key
+Entry = tuple[Value, datetime | None]  # and when it expires
 
 
 def encoded(value: Any) -> bytes:
@@ -36,8 +32,10 @@ def encoded(value: Any) -> bytes:
         raise TypeError(f"state holds bytes, or what JSON can say; not this: {error}") from error
 
 
-def decoded(value: bytes) -> Any:
-    """The opposite of `encoded`."""
+def decoded(value: bytes | int) -> Any:
+    """The opposite of `encoded`; a number is one already."""
+    if isinstance(value, int):
+        return value
     said = value[1:]
     if value[:1] == _BYTES:
         return said
@@ -64,30 +62,32 @@ def checked(key: str) -> str:
 class Memory:
     """The committed state, as far as it was written or read lately. Its owner is the only writer, so it is not stale.
 
-    What was written is kept with its time to live; of what was read that is not known, so it is kept for one batch.
+    What was written is kept with its time to live, in two halves: when the newer is full, the older is forgotten. Of
+    what was read its time is not known, so it is kept for one batch.
     """
 
     def __init__(self, view: StateView, cache_max: int) -> None:
         self._view = view
-        self._cache_max = cache_max
-        self._cache: OrderedDict[str, Entry] = OrderedDict()
+        self._half_max = -(-cache_max // 2)
+        self._newer: dict[str, Entry] = {}
+        self._older: dict[str, Entry] = {}
         self._read: dict[str, bytes | None] = {}
 
     def prefetch(self, keys: Collection[str]) -> None:
         """Read those that are not known yet, all at once."""
-        missing = {key: key_bytes(key) for key in keys if key not in self._cache and key not in self._read}
+        unknown = set(keys).difference(self._newer).difference(self._older).difference(self._read)
+        missing = {key: key_bytes(key) for key in unknown}
         if missing:
             found = self._view.get(Space.STATE, list(missing.values()))
             self._read |= {key: found.get(stored) for key, stored in missing.items()}
 
-    def get(self, key: str) -> bytes | None:
-        """What is committed under a key."""
-        entry = self._cache.get(key)
+    def get(self, key: str) -> Value:
+        """What is committed under a key, if it is one."""
+        entry = self._newer.get(key) or self._older.get(key)
         if entry is None:
             if key not in self._read:
                 self.prefetch([key])
             return self._read[key]
-        self._cache.move_to_end(key)
         value, expires_at = entry
         return None if expires_at is not None and expires_at <= clock.now() else value
 
@@ -101,12 +101,9 @@ class Memory:
     def committed(self, changes: Mapping[str, Entry]) -> None:
         """Note what was written."""
         self._read.clear()
-        cache = self._cache
-        for key, entry in changes.items():
-            cache[key] = entry
-            cache.move_to_end(key)
-        while len(cache) > self._cache_max:
-            cache.popitem(last=False)
+        self._newer.update(changes)
+        if len(self._newer) > self._half_max:
+            self._older, self._newer = self._newer, {}
 
 
 class Overlay:
@@ -122,18 +119,22 @@ class Overlay:
     def get(self, key: str, default: Any = None) -> Any:
         """See `State.get`."""
         entry = self.changes.get(key) or self._batch.get(key)
-        found = self._memory.get(checked(key)) if entry is None else entry.value
+        found = self._memory.get(key) if entry is None else entry[0]
         return default if found is None else decoded(found)
 
     def put(self, key: str, value: Any, *, ttl: timedelta | None = None) -> None:
         """See `State.put`."""
-        if ttl is not None and ttl <= timedelta(0):
-            raise ValueError(f"a ttl of {ttl}: give a time above 0")
-        self.changes[checked(key)] = Entry(encoded(value), None if ttl is None else clock.now() + ttl)
+        expires_at = None
+        if ttl is not None:
+            if ttl <= timedelta(0):
+                raise ValueError(f"a ttl of {ttl}: give a time above 0")
+            expires_at = clock.now() + ttl
+        said = value if type(value) is int and -_LONG < value < _LONG else encoded(value)
+        self.changes[checked(key)] = (said, expires_at)
 
     def delete(self, key: str) -> None:
         """See `State.delete`."""
-        self.changes[checked(key)] = Entry(None)
+        self.changes[checked(key)] = (None, None)
 
     def add(self, key: str, number: int = 1) -> int:
         """See `State.add`."""
@@ -146,14 +147,14 @@ class Overlay:
     def scan(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
         """See `State.scan`: what this batch has put over what is committed, page by page."""
         put = {**self._batch, **self.changes}
-        fresh = sorted((key.encode(), put[key].value) for key in put if key.startswith(prefix))
+        fresh = sorted((key.encode(), put[key][0]) for key in put if key.startswith(prefix))
         for key, value in _over(self._memory.scan(prefix), fresh):
             yield key.decode(), decoded(value)
 
 
 def _over(
-    known: Iterable[tuple[bytes, bytes]], fresh: Iterable[tuple[bytes, bytes | None]]
-) -> Iterator[tuple[bytes, bytes]]:
+    known: Iterable[tuple[bytes, bytes]], fresh: Iterable[tuple[bytes, Value]]
+) -> Iterator[tuple[bytes, bytes | int]]:
     """Two streams in the order of their keys as one; of two values the fresh one, and a key without one is left out."""
     last: bytes | None = None
     for key, value in merge(fresh, known, key=itemgetter(0)):  # of equal keys the fresh one comes first
@@ -164,4 +165,6 @@ def _over(
 
 def writes(changes: Mapping[str, Entry]) -> list[Write]:
     """What a batch has put, as a state store takes it."""
-    return [Write(Space.STATE, key.encode(), value, expires_at) for key, (value, expires_at) in changes.items()]
+    said = [b"j%d" % value if isinstance(value, int) else value for value, _ in changes.values()]
+    expiries = [expires_at for _, expires_at in changes.values()]
+    return written(Space.STATE, map(str.encode, changes), said, expiries)

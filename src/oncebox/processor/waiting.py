@@ -2,7 +2,7 @@
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 from ..sources.base import Message
@@ -12,19 +12,14 @@ from .records import DeadLetter
 class Tried:
     """A message that was delivered, or a dead letter that is redriven, and is not finished."""
 
-    __slots__ = ("failures", "identity", "letter", "message", "twins")
+    __slots__ = ("failures", "identity", "letter", "message", "messages")
 
-    def __init__(self, message: Message, identity: bytes, failures: int, letter: DeadLetter | None) -> None:
+    def __init__(self, message: Message, identity: bytes, failures: int = 0, letter: DeadLetter | None = None) -> None:
         self.message = message
         self.identity = identity
         self.failures = failures
         self.letter = letter  # of one that is redriven: its source was told long ago
-        self.twins: tuple[Message, ...] = ()  # the same event at other positions
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """All that is done when this is."""
-        return (self.message, *self.twins) if self.letter is None else self.twins
+        self.messages: tuple[Message, ...] = (message,) if letter is None else ()  # all that is done when this is
 
 
 class Waiting:
@@ -40,6 +35,7 @@ class Waiting:
         self._late: list[tuple[float, int, Tried]] = []  # a heap: what failed, by when it is due
         self._behind: dict[str, deque[Tried]] = {}  # by the key of a late one: what comes after it
         self._failed = 0
+        self._apart = False  # whether one may be ready that has failed in a former life
 
     def __len__(self) -> int:
         return len(self._all)
@@ -53,8 +49,19 @@ class Waiting:
         if known is None:
             self._all[identity] = tried = Tried(message, identity, failures, letter)
             self._ready.append(tried)
+            self._apart = self._apart or failures > 0
         else:
-            known.twins += (message,)
+            known.messages += (message,)
+
+    def add_all(self, messages: Iterable[Message], identities: Iterable[bytes], failures: Mapping[bytes, int]) -> None:
+        """Messages that came; how often each has failed so far, if it has."""
+        known, ready = self._all, self._ready
+        for message, identity in zip(messages, identities, strict=True):
+            if identity in known or identity in failures:
+                self.add(message, identity, failures.get(identity, 0))
+            else:
+                known[identity] = tried = Tried(message, identity)
+                ready.append(tried)
 
     def messages(self) -> list[Message]:
         """Everything that is unfinished."""
@@ -84,6 +91,8 @@ class Waiting:
         """As many as may run in one batch, up to the first that runs alone."""
         found: list[Tried] = []
         ready, behind = self._ready, self._behind
+        if not (behind or self.suspects or self._apart):
+            return [ready.popleft() for _ in range(min(limit, len(ready)))]
         while ready and len(found) < limit and not self._alone(ready[0]):
             tried = ready.popleft()
             key = tried.message.event.ordering_key
@@ -109,6 +118,8 @@ class Waiting:
                     self._let_go(tried.message.event.ordering_key)
         if self.suspects:
             self.suspects -= {tried.identity for tried in done}
+        if not self._all:
+            self._apart = False
 
     def failed(self, tried: Tried, due: float) -> None:
         """It has a turn again then, and what comes after it in its key not before."""

@@ -7,6 +7,7 @@ import difflib
 import functools
 import re
 import string
+from binascii import unhexlify
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
@@ -113,13 +114,14 @@ def time_from(milliseconds: int) -> datetime:
         return datetime.fromtimestamp(0, UTC)
 
 
-def uuid_from(text: str | None) -> UUID | None:
+def uuid_from(text: str | bytes | None) -> UUID | None:
     """The id that the text is, if it is one."""
     if not text:
         return None
     try:
-        digits = text.replace("-", "")
-        return uuid_of(int(digits, 16)) if len(digits) == _UUID_DIGITS else UUID(text)
+        said = text.encode() if isinstance(text, str) else text
+        digits = said.replace(b"-", b"")
+        return uuid_of(int.from_bytes(unhexlify(digits))) if len(digits) == _UUID_DIGITS else UUID(said.decode())
     except ValueError:
         return None
 

@@ -339,7 +339,7 @@ def event_from(entry: Mapping[bytes, bytes], created_at: datetime, *, stranger: 
     What was never sent is not there: the metadata, and which of the two keys it was. An entry that no relay wrote gets
     the id and the type of `stranger`; its fields are a JSON object, unless one of them is a `payload`.
     """
-    event_id = uuid_from(_text(entry.get(b"event_id")))
+    event_id = uuid_from(entry.get(b"event_id"))
     key = _text(entry.get(b"key"))
     if event_id is None or b"event_type" not in entry or b"payload" not in entry:
         payload, content_type = _strange(entry)

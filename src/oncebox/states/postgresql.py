@@ -301,8 +301,9 @@ class PostgreSQLPartition(PostgreSQLView, StatePartition):
 
 def _parameters(partition_id: int, writes: Collection[Write], portion: int) -> list[Any]:
     """What `write_…` takes; the server takes rows in the order of their keys faster."""
-    puts = sorted([(key, value, expires_at) for _, key, value, expires_at in writes if value is not None])
-    expiries = [0 if expires_at is None else micros(expires_at) for _, _, expires_at in puts]
+    times = {time: 0 if time is None else micros(time) for time in {write.expires_at for write in writes}}
+    puts = sorted([(key, value, times[expires_at]) for _, key, value, expires_at in writes if value is not None])
+    expiries = [time for _, _, time in puts]
     return [
         partition_id,
         _Array([key for key, _, _ in puts]),

@@ -80,14 +80,15 @@ declare
     seen bytea[];
     removed int := 0;
     put boolean := cardinality(keys) = 0;
-    one_for_all bigint := case cardinality(expiries) when 1 then expiries[1] end;
+    for_all timestamptz := case cardinality(expiries) when 1 then
+                           to_timestamp(0) + nullif(expiries[1], 0) * interval '1 microsecond' end;
 begin
     -- Where keys are new but for duplicates, looking for each before it is inserted takes a third of the time.
     if {once} and not put then
         begin
             insert into oncebox_state."{table}" (partition_id, key, value, expires_at)
             select of_partition, w.key, w.value,
-                   to_timestamp(0) + nullif(coalesce(w.expiry, one_for_all), 0) * interval '1 microsecond'
+                   coalesce(to_timestamp(0) + nullif(w.expiry, 0) * interval '1 microsecond', for_all)
               from unnest(keys, vals, expiries) as w (key, value, expiry);
             put := true;
         exception when unique_violation then
@@ -97,7 +98,7 @@ begin
     if not put then
         insert into oncebox_state."{table}" as t (partition_id, key, value, expires_at)
         select of_partition, w.key, w.value,
-               to_timestamp(0) + nullif(coalesce(w.expiry, one_for_all), 0) * interval '1 microsecond'
+               coalesce(to_timestamp(0) + nullif(w.expiry, 0) * interval '1 microsecond', for_all)
           from unnest(keys, vals, expiries) as w (key, value, expiry)
         on conflict (partition_id, key) do update set value = excluded.value, expires_at = excluded.expires_at;
     end if;

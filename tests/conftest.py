@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # its client takes a while to load, and most tests need none
 
 hypothesis.settings.register_profile("oncebox", deadline=None)  # no test fails because the machine is slow
 hypothesis.settings.load_profile("oncebox")
+os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1")  # short lives: compiling better pays for nobody
 
 
 @pytest.fixture(scope="session")

@@ -102,3 +102,11 @@ def test_what_ended_well_before_a_failure_lets_nobody_pass_it() -> None:
     assert waiting.batch(10, 5.0) == [second]
     waiting.finished([second])
     assert [tried.message for tried in waiting.batch(10, 6.0)] == messages[2:]
+
+
+def test_what_has_failed_in_a_former_life_runs_alone() -> None:
+    messages = [Message((number,), event(key=None)) for number in range(3)]
+    waiting = Waiting()
+    waiting.add_all(messages, map(identity, messages), {identity(messages[1]): 1})
+    for expected in messages:
+        assert [tried.message for tried in waiting.batch(10, 0.0)] == [expected]

@@ -403,7 +403,7 @@ class KafkaPartition(SourcePartition):
 
 
 def plain_event(headers: Headers, payload: bytes, key: str | None, created_at: datetime) -> Event | None:
-    """As `event_from`, of what most events are, in a third of the time: a relay wrote it, and it has no own headers."""
+    """As `event_from`, in half of the time, of what most events are: a relay wrote it, and it has no own headers."""
     if len(headers) != len(_PLAIN):
         return None
     (first, event_id), (second, event_type), (third, content_type) = headers

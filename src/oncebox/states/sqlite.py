@@ -345,7 +345,7 @@ def _write(connection: sqlite3.Connection, space: Space, writes: Collection[Writ
     times = {time: None if time is None else micros(time) for time in {write.expires_at for write in writes}}
     puts = [(key, value, times[expires_at]) for _, key, value, expires_at in writes if value is not None]
     puts.sort()  # a page that several keys share is found once
-    if len({(len(key), value, time) for key, value, time in puts}) == 1:  # an inbox: in half of the time
+    if _are_alike(puts):
         key, value, time = puts[0]
         keys = b"".join(key for key, _, _ in puts)
         connection.execute(_PUT_ALIKE[space], (keys, len(key), value, time, _numbers(len(puts))))
@@ -358,6 +358,12 @@ def _write(connection: sqlite3.Connection, space: Space, writes: Collection[Writ
         connection.executemany(_DELETE[space], [(write.key,) for write in writes if write.value is None])
     if any(time is not None for time in times):
         connection.execute("INSERT OR IGNORE INTO hand VALUES (?, x'')", (space.value,))
+
+
+def _are_alike(puts: Sequence[tuple[bytes, bytes, int | None]]) -> bool:
+    """Whether they differ in their keys alone, as those of an inbox: such are written in half of the time."""
+    key, value, time = puts[0] if puts else (b"", b"", None)
+    return bool(puts) and all(len(k) == len(key) and v == value and t == time for k, v, t in puts)
 
 
 @lru_cache(maxsize=4)  # most batches are as large as the last

@@ -85,6 +85,7 @@ class Round:
 class _Context:
     """What one handler is given for one event; see `app.Context`."""
 
+    # Of the class, since most handlers never change them, and one of these is made for each event.
     borrowed = False  # it asked for the connection
     trouble: OnceboxError | None = None  # not the event's, whatever the handler makes of it
     _lent: Any = None

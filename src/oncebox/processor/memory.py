@@ -82,7 +82,7 @@ class Memory:
             self._read |= {key: found.get(stored) for key, stored in missing.items()}
 
     def get(self, key: str) -> Value:
-        """What is committed under a key, if it is one."""
+        """What is committed under a key; `TypeError` or `ValueError` if no store can keep such a key."""
         entry = self._newer.get(key) or self._older.get(key)
         if entry is None:
             if key not in self._read:

@@ -362,8 +362,10 @@ def _write(connection: sqlite3.Connection, space: Space, writes: Collection[Writ
 
 def _are_alike(puts: Sequence[tuple[bytes, bytes, int | None]]) -> bool:
     """Whether they differ in their keys alone, as those of an inbox: such are written in half of the time."""
-    key, value, time = puts[0] if puts else (b"", b"", None)
-    return bool(puts) and all(len(k) == len(key) and v == value and t == time for k, v, t in puts)
+    if not puts:
+        return False
+    first, value, time = puts[0]
+    return all(len(key) == len(first) and held == value and until == time for key, held, until in puts)
 
 
 @lru_cache(maxsize=4)  # most batches are as large as the last

@@ -11,10 +11,12 @@ from psycopg.rows import TupleRow
 
 from oncebox.testing.servers import PostgreSQL
 
+from . import machine
+
 # Alike for both sides. Durable as by default; no checkpoint falls into one side's minute and not into the other's;
-# vacuum looks often, as a run is short.
+# vacuum looks often, as a run is short. A state of ten million keys, 1.4 GB, fits into the buffers where memory allows.
 SETTINGS: Mapping[str, str] = {
-    "shared_buffers": "1GB",
+    "shared_buffers": f"{min(4096, machine.memory() // 6)}MB",
     "max_wal_size": "16GB",
     "min_wal_size": "2GB",
     "checkpoint_timeout": "1h",

@@ -262,6 +262,7 @@ def _kept(stage: Stage, kind: str, name: str, topic: str, number: int) -> Run:
         fill(url, name, number)
         if kind == "postgresql":
             settle(url)
+        os.sync()  # what was filled in goes to the disk before the clock runs
         return run(stage, name, topic, url)
 
 

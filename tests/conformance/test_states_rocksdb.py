@@ -5,6 +5,7 @@ from typing import cast
 
 import pytest
 
+from oncebox.states import rocksdb
 from oncebox.states.base import Space, Write
 from oncebox.states.rocksdb import RocksDBPartition, RocksDBStateStore
 from oncebox.testing import StateConformance
@@ -27,4 +28,22 @@ class TestRocksDBState(StateConformance):
         for number in range(20):
             partition.commit([Write(space, b"%d" % number, b"x") for space in Space])
         assert partition.statistics()["rocksdb.wal.synced"] == before + 20
+        partition.close()
+
+    def test_what_finds_keys_is_not_read_anew_for_every_batch(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A filter of 750 KB, and a cache whose parts hold 512 KB each: it must be in it nevertheless."""
+        monkeypatch.setattr(rocksdb, "CACHE_BYTES", 4 * 1024 * 1024)
+        store = RocksDBStateStore.open(f"{url}?statistics=on")
+        partition = cast("RocksDBPartition", store.own("totals", 0, 1, owner="test"))
+        keys = [b"%08d" % number for number in range(600_000)]
+        state = partition._database.families[Space.STATE]
+        for part in (keys, keys[::599_999]):  # two files over the same keys, which become one
+            partition.commit([Write(Space.STATE, key, b"x") for key in part])
+            state.flush()
+        state.compact_range(None, None)
+        before = partition.statistics()["rocksdb.last.level.read.bytes"]
+        for first in range(40):
+            assert len(partition.get(Space.STATE, keys[first::12_000])) == 50
+        read = partition.statistics()["rocksdb.last.level.read.bytes"] - before
+        assert 0 < read < 4_000_000  # the filter 40 times would be 30 MB
         partition.close()

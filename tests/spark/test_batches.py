@@ -11,19 +11,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
+from zlib import crc32
 
 import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from oncebox import Event, OutboxStore
-from oncebox.errors import InvalidSetting
+from oncebox.admin.letters import LetterQuery, Letters
+from oncebox.errors import InvalidSetting, StateUnavailable
 from oncebox.processor import Context, Processor
 from oncebox.processor.memory import decoded
 from oncebox.processor.records import dead_letter_from
 from oncebox.spark.batches import id_of, travelling
 from oncebox.spark.java import find_java
-from oncebox.states.base import Space
+from oncebox.states.base import Space, StateStore
 from oncebox.stores.base import Query
 from oncebox.wiring import open_state
 from tests.spark import handlers
@@ -82,10 +84,10 @@ def truth(count: int) -> dict[str, int]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def state(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/state"
-    found: str = request.getfixturevalue("postgresql_url")
-    return found
+    if request.param == "postgresql":
+        found: str = request.getfixturevalue("postgresql_url")
+        return found
+    return f"{request.param}:///{tmp_path}/state"
 
 
 @pytest.fixture
@@ -252,6 +254,58 @@ def test_when_the_batch_is_over_each_row_is_handled_or_a_dead_letter(spark: Spar
     letters = [dead_letter_from(one) for one in entries(state, Space.DEAD_LETTERS, app.name).values()]
     assert sorted(int(letter.event.payload) for letter in letters) == [0, 10, 20]
     assert {letter.error for letter in letters} == {"RuntimeError: attempt 3"}
+
+
+@pytest.mark.requirement("EO-09")
+@pytest.mark.parametrize("state", ["sqlite", "rocksdb", "postgresql"], indirect=True)
+def test_a_redrive_does_not_wait_for_rows_of_its_partition(spark: SparkSession, state: str, tmp_path: Path) -> None:
+    app = counting(max_retries=0)
+    mended = tmp_path / "mended"
+
+    @app.on("order.broken")
+    def fail(event: Event, ctx: Context) -> None:
+        if not mended.exists():
+            raise RuntimeError("not yet")
+        ctx.state.add(str(event.ordering_key))
+
+    broken, *others = rows(30)
+    number = partition_of(broken)
+    others = [row for row in others if partition_of(row) != number]
+    run = app.on_batch(name="orders", state=state, partitions=PARTITIONS)
+    run(frame(spark, [broken | {"event_type": "order.broken"}]), 0)
+    mended.touch()
+    with closing(open_state(state)) as states:
+        letters = Letters(states, app.name)
+        asked = letters.redrive(LetterQuery(), who="test", everything=True)
+        assert counted(state, app) == 0
+        with closing(states.look(app.name, number)) as before:
+            last_batch = before.scan(Space.CHECKPOINTS)
+        run(frame(spark, others), 1)
+        became = letters.became(asked)
+        with closing(states.look(app.name, number)) as after:
+            assert after.scan(Space.CHECKPOINTS) == last_batch, "a batch without rows for it is none of its batches"
+    assert (became.done, became.dead, became.done_at is not None) == (1, 0, True)
+    assert counted(state, app) == 1 + len(others)
+
+
+def test_a_driver_that_cannot_reach_the_state_says_what_waits(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The executors can, so the batch is done; they are processes of their own, and keep what they imported."""
+
+    def unreachable(_: str) -> StateStore:
+        raise StateUnavailable("the database does not answer")
+
+    state, app = f"sqlite:///{tmp_path}/state", counting()
+    monkeypatch.setattr("oncebox.spark.batches.open_state", unreachable)
+    app.on_batch(name="orders", state=state, partitions=PARTITIONS)(frame(spark, rows(10)), 0)
+    assert counted(state, app) == 10
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == "counting: redrives and purges wait for rows of their partitions: the database does not answer"
+
+
+def partition_of(row: dict[str, Any]) -> int:
+    return crc32(row["ordering_key"].encode()) % PARTITIONS
 
 
 @pytest.mark.requirement("EM-13")

@@ -8,7 +8,7 @@ what was done in the state: event by event in the inbox, and the last batch as a
 import json
 import logging
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from datetime import UTC, timedelta
@@ -21,11 +21,12 @@ import pyarrow as pa
 
 from .. import clock
 from ..clock import uuid7
-from ..errors import InvalidSetting
+from ..errors import InvalidSetting, StateUnavailable
 from ..event import BYTES_TYPE, NOTHING, Event
 from ..processor.app import Processor, load
 from ..processor.engine import Engine
 from ..processor.records import identity
+from ..processor.requests import ASKED
 from ..producer.payload import Encoder
 from ..sources.base import Message, Position, SourcePartition
 from ..states.base import PARTITIONS_MAX, Space, StatePartition, Write, check_name
@@ -49,6 +50,8 @@ OPTIONAL = {
 PARTITION = "__oncebox_partition"
 DONE = pa.schema([(name, pa.int64()) for name in ("partition", "handled", "skipped", "dead")])
 NOTHING_DONE = timedelta(0)
+
+Work = Callable[["Job", int, Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]  # of one task of a batch
 
 
 def on_batch(
@@ -106,10 +109,25 @@ class OnBatch:
     def __call__(self, frame: Any, batch_id: int) -> None:
         """Run one micro-batch to its end. It fails when a task of it has failed for good; then Spark runs it again."""
         check_place(self.job.state, master_of(frame.sparkSession))
-        rows = self._rows(frame)
-        done = rows.mapInArrow(partial(run_batch, self.job, batch_id), _spark_schema(DONE)).collect()
+        done = self._collect(self._rows(frame), run_batch, batch_id)
+        if asked := self._asked():
+            numbers = frame.sparkSession.createDataFrame([(number,) for number in asked], f"{PARTITION} int")
+            done += self._collect(numbers, run_requests, batch_id)
         handled, skipped, dead = (sum(row[part] for row in done) for part in ("handled", "skipped", "dead"))
         log.info("%s: batch %d: handled %d, skipped %d, dead %d", self.processor, batch_id, handled, skipped, dead)
+
+    def _collect(self, rows: Any, work: Work, batch_id: int) -> list[Any]:
+        found: list[Any] = rows.mapInArrow(partial(work, self.job, batch_id), _spark_schema(DONE)).collect()
+        return found
+
+    def _asked(self) -> list[int]:
+        """Partitions with redrives and purges that nobody has seen: rows may not come to them for long."""
+        try:
+            with closing(open_state(self.job.state)) as states:
+                return states.asked(self.processor, ASKED)
+        except StateUnavailable as error:  # executors can reach it: the batch is done
+            log.warning("%s: redrives and purges wait for rows of their partitions: %s", self.processor, error)
+            return []
 
     def _rows(self, frame: Any) -> Any:
         """The columns of an event, each in its type, all rows of one partition together and in order."""
@@ -163,8 +181,20 @@ def run_batch(job: Job, batch_id: int, batches: Iterable[pa.RecordBatch]) -> Ite
         desk: Desk | None = None
         for number, chosen in groupby(rows, key=lambda row: row[0]):
             desk = desk or Desk(job, stack)
-            done = desk.run(number, batch_id, (message for _, message in chosen))
-            yield pa.RecordBatch.from_pydict({name: [value] for name, value in done.items()}, schema=DONE)
+            yield _told(desk.run(number, batch_id, (message for _, message in chosen)))
+
+
+def run_requests(job: Job, batch_id: int, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """What `mapInArrow` calls where operators asked something: each of these partitions in turn, without rows."""
+    with ExitStack() as stack:
+        desk: Desk | None = None
+        for number in (number for batch in batches for number in batch.column(PARTITION).to_pylist()):
+            desk = desk or Desk(job, stack)
+            yield _told(desk.carry_out(number, batch_id))
+
+
+def _told(done: Mapping[str, int]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pydict({name: [value] for name, value in done.items()}, schema=DONE)
 
 
 def _in_rows(batch: pa.RecordBatch) -> Iterator[tuple[int, Message]]:
@@ -251,9 +281,7 @@ class Desk:
 
     def run(self, number: int, batch_id: int, messages: Iterator[Message]) -> dict[str, int]:
         """All rows of one partition, to their end; how many of them there were."""
-        owner = f"{self._app.name}/{self._job.name}/{batch_id}.{number}/{uuid7().hex[-12:]}"
-        state = self._states.own(self._app.name, number, self._job.partitions, owner=owner)
-        with closing(state):
+        with self._own(number, batch_id) as state:
             messages, seen = self._known(state, batch_id, messages)
             if seen is not None:
                 return {"partition": number, "handled": 0, "skipped": seen, "dead": 0}
@@ -262,6 +290,15 @@ class Desk:
             record = json.dumps([batch_id, *rows.sum]).encode()
             state.commit([Write(Space.CHECKPOINTS, self._key, record)])
         return {"partition": number, **done}
+
+    def carry_out(self, number: int, batch_id: int) -> dict[str, int]:
+        """What operators asked of a partition; what its last batch was stays known."""
+        with self._own(number, batch_id) as state:
+            return {"partition": number, **self._finish(state, BatchPartition(batch_id, iter(())))}
+
+    def _own(self, number: int, batch_id: int) -> closing[StatePartition]:
+        owner = f"{self._app.name}/{self._job.name}/{batch_id}.{number}/{uuid7().hex[-12:]}"
+        return closing(self._states.own(self._app.name, number, self._job.partitions, owner=owner))
 
     def _known(
         self, state: StatePartition, batch_id: int, messages: Iterator[Message]

@@ -9,6 +9,7 @@ What the bytes mean is the processor's business.
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -153,6 +154,18 @@ class StateStore(ABC):
         The owner finds them by `scan(Space.REQUESTS)`, at the latest by the first that begins after this returned, and
         removes them by `commit`. `InvalidSetting` if there is no such partition, or for any other space.
         """
+
+    def asked(self, processor: str, prefix: bytes = b"") -> list[int]:
+        """The partitions that have requests whose keys begin so; at least those that no owner has seen yet.
+
+        It takes nothing, and costs little: for whoever owns partitions only now and then.
+        """
+        found = []
+        for number in range(self.processors().get(processor, 0)):
+            with suppress(InvalidSetting), closing(self.look(processor, number)) as view:  # if it was ever owned
+                if view.scan(Space.REQUESTS, prefix, limit=1):
+                    found.append(number)
+        return found
 
     @abstractmethod
     def processors(self) -> Mapping[str, int]:

@@ -399,6 +399,10 @@ class PostgreSQLStateStore(StateStore):
         found = self._find(processor, partition)
         self._server.run(f"select {call}", _parameters(found, changes.values(), 0))
 
+    def asked(self, processor: str, prefix: bytes = b"") -> list[int]:
+        asked = {"processor": processor, "first": prefix, "end": end_of(prefix)}
+        return [number for (number,) in self._server.run(_SQL["asked"], asked)]
+
     def processors(self) -> Mapping[str, int]:
         return dict(self._server.run(_SQL["processors"]))
 

@@ -143,6 +143,14 @@ select space from oncebox_state.hand where partition_id = %(id)s
 -- name: find
 select id from oncebox_state.partition where processor = %(processor)s and number = %(number)s
 
+-- name: asked
+select p.number from oncebox_state.partition p
+ where p.processor = %(processor)s
+   and exists (select from oncebox_state."__requests__" r
+                where r.partition_id = p.id and r.key >= %(first)b and (%(end)b::bytea is null or r.key < %(end)b)
+                  and (r.expires_at is null or r.expires_at > clock_timestamp()))
+ order by p.number
+
 -- name: processors
 select name, partitions from oncebox_state.processor order by name
 

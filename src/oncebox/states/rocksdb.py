@@ -269,6 +269,10 @@ class _Requests:
                 found[path] = [_request(*line) for line in lines]
             return found
 
+    def some(self, prefix: bytes) -> bool:
+        """Whether there are any whose keys begin so."""
+        return any(write.key.startswith(prefix) for writes in self.waiting().values() for write in writes)
+
     def remove(self, paths: Collection[Path]) -> None:
         """Down to the disk: a file that came back after a power cut would be a request made twice."""
         with translated(self._folder):
@@ -492,6 +496,12 @@ class RocksDBStateStore(StateStore):
         check_requests(writes)
         grouped(writes)
         _Requests(self._folder.find(processor, partition, SUFFIX)).add(writes)
+
+    def asked(self, processor: str, prefix: bytes = b"") -> list[int]:
+        """By the files beside the databases alone; to look into each of these takes far longer."""
+        folder = self._folder.path / processor
+        numbers = range(self.processors().get(processor, 0))
+        return [number for number in numbers if _Requests(folder / f"{number}{SUFFIX}").some(prefix)]
 
     def processors(self) -> Mapping[str, int]:
         return self._folder.processors()

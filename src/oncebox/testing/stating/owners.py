@@ -121,6 +121,23 @@ class OwnersConformance(StateBase):
                     assert partition.scan(Space.REQUESTS) == wanted
                     partition.commit([Write(Space.REQUESTS, b"r", None)])
 
+    def test_it_is_known_which_partitions_were_asked(self, store: StateStore) -> None:
+        assert store.asked("totals") == []
+        with closing(own(store, of=4)), closing(own(store, number=2, of=4)), closing(own(store, "others", 2, 4)):
+            assert store.asked("totals") == []
+            store.ask("totals", 2, [put(b"r/1", b"1", Space.REQUESTS)])
+            store.ask("totals", 0, [put(b"q/1", b"1", Space.REQUESTS)])
+            assert (store.asked("totals"), store.asked("others")) == ([0, 2], [])
+            assert (store.asked("totals", b"r/"), store.asked("totals", b"q/"), store.asked("totals", b"p")) == (
+                [2],
+                [0],
+                [],
+            )
+        with closing(own(store, number=2, of=4)) as owner:
+            assert owner.scan(Space.REQUESTS) == [(b"r/1", b"1")]
+            owner.commit([Write(Space.REQUESTS, b"r/1", None)])
+            assert store.asked("totals") == [0]
+
     def test_only_requests_are_asked(self, store: StateStore, partition: StatePartition) -> None:
         for space in set(Space) - {Space.REQUESTS}:
             with pytest.raises(InvalidSetting):

@@ -98,12 +98,15 @@ def key_of(number: int) -> bytes:
 
 
 def load(kafka: "Kafka", topic: str, events: int, keys: int) -> str:
-    """Events over all keys evenly, as a relay would have sent them; of one key always in the same partition."""
+    """Events over all keys evenly, as a relay would have sent them; of one key always in the same partition.
+
+    In each topic others, so that nobody has just read the keys of the next.
+    """
     from confluent_kafka import Producer
 
     kafka.create_topic(topic, partitions=WORKERS)
     producer = Producer({**kafka.client, "linger.ms": 20, "queue.buffering.max.messages": 2 * LOAD})
-    chance = random.Random(1)
+    chance = random.Random(topic)
     for first in range(0, events, LOAD):
         for event_id in clock.uuid7s(min(LOAD, events - first)):
             number = chance.randrange(keys)
@@ -240,30 +243,27 @@ def _compared(kind: str, ours: list[Run], free: list[Run], singly: list[float]) 
 
 
 def keys(server: PostgreSQL, scale: Scale) -> list[Result]:
-    """Events spread evenly over a state of ten million keys, beside the same over ten thousand."""
-    found: dict[str, list[tuple[Run, Run]]] = {kind: [] for kind in TITLES}
+    """Events spread evenly over a state of ten million keys, beside the same over ten thousand, in turns."""
+    found: dict[str, list[tuple[Run, Run]]] = {}
     with stage(server, scale.processed_kept) as ready:
-        few = load(ready.kafka, "few", scale.processed_kept, scale.processed_keys)
-        many = load(ready.kafka, "many", scale.processed_kept, scale.kept_keys)
-        run(ready, "warm", few, forgetful.URL)
+        for number in range(scale.rounds_kept):
+            load(ready.kafka, f"few-{number}", scale.processed_kept, scale.processed_keys)
+            load(ready.kafka, f"many-{number}", scale.processed_kept, scale.kept_keys)
+        run(ready, "warm", "few-0", forgetful.URL)
         for kind in TITLES:
-            found[kind].append(
-                (
-                    _kept(ready, kind, f"{kind}_few", few, scale.processed_keys),
-                    _kept(ready, kind, f"{kind}_many", many, scale.kept_keys),
-                )
-            )
+            with place(server, kind) as few, place(server, kind) as many:
+                urls = state_url(kind, few), state_url(kind, many)
+                fill(urls[0], f"{kind}_few", scale.processed_keys)
+                fill(urls[1], f"{kind}_many", scale.kept_keys)
+                os.sync()  # what was filled in goes to the disk before the clock runs
+                found[kind] = [
+                    (
+                        run(ready, f"{kind}_few", f"few-{number}", urls[0]),
+                        run(ready, f"{kind}_many", f"many-{number}", urls[1]),
+                    )
+                    for number in range(scale.rounds_kept)
+                ]
     return [result for kind, runs in found.items() for result in _kept_results(kind, runs, scale.kept_keys)]
-
-
-def _kept(stage: Stage, kind: str, name: str, topic: str, number: int) -> Run:
-    with place(stage.server, kind) as where:
-        url = state_url(kind, where)
-        fill(url, name, number)
-        if kind == "postgresql":
-            settle(url)
-        os.sync()  # what was filled in goes to the disk before the clock runs
-        return run(stage, name, topic, url)
 
 
 def fill(url: str, name: str, number: int) -> None:
@@ -275,6 +275,8 @@ def fill(url: str, name: str, number: int) -> None:
                 for first in range(part, number, LOAD * WORKERS):
                     numbers = range(first, min(number, first + LOAD * WORKERS), WORKERS)
                     partition.commit([Write(Space.STATE, key_of(each), value) for each in numbers])
+    if url.startswith("postgresql"):
+        settle(url)
 
 
 def _kept_results(kind: str, runs: list[tuple[Run, Run]], number: int) -> list[Result]:

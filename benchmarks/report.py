@@ -34,7 +34,8 @@ machine only: {machine}.
   inbox, no fence and no retries. **No commit** is the same engine and handlers over a state store that writes
   nothing, in one shift: what is left of a task's CPU then is Kafka's client, the making of events, the handlers and the
   engine.
-- **Many keys** are spread evenly: nearly each event reads and writes a key that no other of its batch does.
+- **Many keys** are spread evenly: nearly each event reads and writes a key that no other of its batch does. Both sides
+  take turns, each over new events.
 - **Costs** (ms) compare one call in two situations, call by call in turns; the bar is an upper one.
 - **WAL and dead tuples** are counted, not timed: what an event leaves in the log and in the tables.
 - PostgreSQL runs with `fsync` on and {settings}. SQLite runs in WAL mode with `synchronous` FULL on both sides.

@@ -32,7 +32,8 @@ class Scale:
     processed: int  # events of one round of the processor on Spark
     processed_keys: int
     processed_singly: int  # by the loop that commits each message
-    processed_kept: int  # events over many keys of state
+    rounds_kept: int
+    processed_kept: int  # events of one round over many keys of state
     kept_keys: int
 
 
@@ -55,7 +56,8 @@ FULL = Scale(
     processed=1_000_000,
     processed_keys=10_000,
     processed_singly=2_000,
-    processed_kept=500_000,
+    rounds_kept=5,
+    processed_kept=150_000,
     kept_keys=10_000_000,
 )
 QUICK = Scale(
@@ -77,6 +79,7 @@ QUICK = Scale(
     processed=20_000,
     processed_keys=10_000,
     processed_singly=50,
+    rounds_kept=1,
     processed_kept=20_000,
     kept_keys=50_000,
 )

@@ -42,7 +42,7 @@ ROWS = 50  # in one INSERT: a third less time than one by one; more bring no mor
 PAGE_BYTES = 2_048  # whole pages go to the log: half of the usual size is a third less work where keys lie far apart
 WAL_PAGES = 32_768  # 64 MiB of log, in which a page that is written often counts once when it goes to its place
 GET_MAX = 32_000  # keys in one statement, which sees one moment
-GET_STEP = 50  # their number is a multiple of it, the last one repeated: few statements are kept, 18 MiB less
+GET_STEP = 50  # above it their number is a multiple of it, the last one repeated: 18 MiB less of statements are kept
 _UNAVAILABLE: Mapping[int, str] = {
     sqlite3.SQLITE_BUSY: "another process writes for too long; try again",
     sqlite3.SQLITE_LOCKED: "another process writes for too long; try again",
@@ -225,7 +225,8 @@ class SQLiteView(StateView):
         with self._file.session() as connection:
             for start in range(0, len(asked), GET_MAX):
                 part = asked[start : start + GET_MAX]
-                part += part[-1:] * (-len(part) % GET_STEP)
+                if len(part) > GET_STEP:
+                    part += part[-1:] * (-len(part) % GET_STEP)
                 marks = ",".join("?" * len(part))
                 found.update(
                     connection.execute(

@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 
 def memory() -> int:
-    """MiB."""
+    """Of the machine, in MiB."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
 
 

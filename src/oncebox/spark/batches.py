@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from .. import clock
 from ..clock import uuid7
-from ..errors import InvalidSetting, StateUnavailable
+from ..errors import InvalidSetting, OnceboxError
 from ..event import BYTES_TYPE, NOTHING, Event
 from ..processor.app import Processor, load
 from ..processor.engine import Engine
@@ -50,8 +50,6 @@ OPTIONAL = {
 PARTITION = "__oncebox_partition"
 DONE = pa.schema([(name, pa.int64()) for name in ("partition", "handled", "skipped", "dead")])
 NOTHING_DONE = timedelta(0)
-
-Work = Callable[["Job", int, Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]  # of one task of a batch
 
 
 def on_batch(
@@ -116,7 +114,8 @@ class OnBatch:
         handled, skipped, dead = (sum(row[part] for row in done) for part in ("handled", "skipped", "dead"))
         log.info("%s: batch %d: handled %d, skipped %d, dead %d", self.processor, batch_id, handled, skipped, dead)
 
-    def _collect(self, rows: Any, work: Work, batch_id: int) -> list[Any]:
+    def _collect(self, rows: Any, work: Callable[..., Iterator[pa.RecordBatch]], batch_id: int) -> list[Any]:
+        """Let tasks run over the rows; what each partition had done."""
         found: list[Any] = rows.mapInArrow(partial(work, self.job, batch_id), _spark_schema(DONE)).collect()
         return found
 
@@ -125,7 +124,7 @@ class OnBatch:
         try:
             with closing(open_state(self.job.state)) as states:
                 return states.asked(self.processor, ASKED)
-        except StateUnavailable as error:  # executors can reach it: the batch is done
+        except OnceboxError as error:  # the batch is done: executors can reach what it needs
             log.warning("%s: redrives and purges wait for rows of their partitions: %s", self.processor, error)
             return []
 

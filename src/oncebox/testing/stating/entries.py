@@ -28,6 +28,15 @@ class EntriesConformance(StateBase):
         partition.commit([put(b"a", b"3"), Write(Space.STATE, b"b", None), Write(Space.STATE, b"never there", None)])
         assert entries(partition) == {b"a": b"3"}
 
+    @pytest.mark.parametrize("number", [1, 49, 50, 51, 120, 1_001, 40_001])
+    def test_however_many_are_asked_for_those_that_are_there_are_got(
+        self, partition: StatePartition, number: int
+    ) -> None:
+        keys = [b"%d" % each for each in range(number)]
+        partition.commit([put(key, key) for key in keys])
+        missing = [b"+" + key for key in keys]  # all before the first of those that are there
+        assert partition.get(Space.STATE, [*missing[::2], *reversed(keys)]) == {key: key for key in keys}
+
     def test_the_last_of_several_writes_to_a_key_counts(self, partition: StatePartition) -> None:
         gone = Write(Space.STATE, b"gone", None)
         partition.commit([put(b"kept", b"1"), put(b"gone", b"1"), put(b"kept", b"2"), gone])

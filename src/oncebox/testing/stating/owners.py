@@ -128,11 +128,7 @@ class OwnersConformance(StateBase):
             store.ask("totals", 2, [put(b"r/1", b"1", Space.REQUESTS)])
             store.ask("totals", 0, [put(b"q/1", b"1", Space.REQUESTS)])
             assert (store.asked("totals"), store.asked("others")) == ([0, 2], [])
-            assert (store.asked("totals", b"r/"), store.asked("totals", b"q/"), store.asked("totals", b"p")) == (
-                [2],
-                [0],
-                [],
-            )
+            assert [store.asked("totals", prefix) for prefix in (b"r/", b"q/", b"p")] == [[2], [0], []]
         with closing(own(store, number=2, of=4)) as owner:
             assert owner.scan(Space.REQUESTS) == [(b"r/1", b"1")]
             owner.commit([Write(Space.REQUESTS, b"r/1", None)])

@@ -9,6 +9,7 @@ import pytest
 from oncebox import clock
 from oncebox.admin.states import entries, exported, imported, repartitioned
 from oncebox.errors import InvalidSetting
+from oncebox.processor.inbox import Inbox
 from oncebox.states.base import Space, StateStore, Write
 from oncebox.states.sqlite import SQLiteStateStore
 
@@ -20,8 +21,8 @@ def store(tmp_path: Path) -> StateStore:
     for number in range(3):
         with closing(store.own("totals", number, 3, owner="test")) as partition:
             keys = [b"\0%d-%04d" % (number, place) for place in range(1_200)]
-            expires = {Space.INBOX: clock.now() + timedelta(hours=1)}
-            partition.commit([Write(space, key, key + b"\xff", expires.get(space)) for space in Space for key in keys])
+            partition.commit([Write(space, key, key + b"\xff") for space in set(Space) - {Space.INBOX} for key in keys])
+            partition.commit([Write(Space.INBOX, key, b"", clock.now() + timedelta(hours=1)) for key in keys])
     return store
 
 
@@ -72,3 +73,18 @@ def test_repartitioning_moves_each_entry_to_where_its_route_says(store: StateSto
     )
     assert all(partition == (key[-1] + int(key[1:2])) % 5 for partition, _, key, _, _ in moved)
     assert (store.processors(), other.processors()) == ({"totals": 3}, {"totals": 5})
+
+
+@pytest.mark.requirement("EO-05")
+def test_what_two_partitions_knew_in_runs_is_known_where_they_become_one(tmp_path: Path, other: StateStore) -> None:
+    """Their runs reach into each other."""
+    store = SQLiteStateStore.open(f"sqlite:///{tmp_path}/state")
+    identities = [number.to_bytes(20) for number in range(400)]
+    for number in range(2):
+        with closing(store.own("totals", number, 2, owner="test")) as partition:
+            partition.commit(Inbox(partition).writes(identities[number::2], clock.now() + timedelta(hours=1)))
+            assert len(partition.scan(Space.INBOX)) < 10
+    repartitioned(store, "totals", 1, lambda _: [0], into=other)
+    with closing(other.look("totals", 0)) as view:
+        assert set(Inbox(view).known(identities)) == set(identities)
+    assert all(one.expires_at for one in entries(other, "totals"))

@@ -25,7 +25,7 @@ from oncebox.processor import Context, Permanent, Processor
 from oncebox.processor.app import Limits
 from oncebox.spark.processing import Desk, Work
 from oncebox.spark.shifts import Ticket
-from oncebox.states.base import Space
+from tests.processor.stage import effected
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ def live(order: Order, cue: Cue) -> None:
 
 def finished(desk: Desk) -> int:
     """How many events have had their effect."""
-    return sum(len(state.scan(Space.INBOX, limit=100_000)) for _, state in desk._engines.values())
+    return sum(len(effected(state)) for _, state in desk._engines.values())
 
 
 def lives(order: Order) -> list[int | str]:

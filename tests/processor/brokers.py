@@ -16,7 +16,7 @@ from oncebox.producer.payload import Encoder
 from oncebox.states.base import Space, StatePartition, StateStore
 from oncebox.testing.publishing import given
 from oncebox.wiring import open_publisher, open_source
-from tests.processor.stage import Died
+from tests.processor.stage import Died, effected
 
 WAIT = timedelta(milliseconds=20)
 
@@ -92,7 +92,7 @@ def run(
             def done() -> bool:
                 for engine, _ in found:
                     engine.step(wait=WAIT)
-                known = {key for _, state in found for key, _ in state.scan(Space.INBOX, limit=100_000)}
+                known = {one for _, state in found for one in effected(state)}
                 return len(known) >= finished and not any(engine.waiting for engine, _ in found)
 
             given.patiently(done)

@@ -8,10 +8,11 @@ from oncebox import Event, OutboxStore, clock
 from oncebox.clock import uuid7
 from oncebox.processor import Processor
 from oncebox.processor.engine import Engine, Round
+from oncebox.processor.inbox import identities_in
 from oncebox.processor.records import progress_from
 from oncebox.producer.payload import Encoder
 from oncebox.sources.base import Message, Position, Progress, SourcePartition
-from oncebox.states.base import Space, StateStore
+from oncebox.states.base import Space, StateStore, StateView
 
 BORN = datetime(2026, 1, 1, tzinfo=UTC)
 STEPS = ("taken", "marked", "handled", "committed", "acknowledged", "forwarded")
@@ -153,3 +154,8 @@ def dies_at(step: str, *, times: int = 1) -> Callable[[str], None]:
             raise Died(step)
 
     return at
+
+
+def effected(view: StateView) -> set[bytes]:
+    """The identities of all events in a partition's inbox."""
+    return {one for key, value in view.scan(Space.INBOX, limit=100_000) for one in identities_in(key, value)}

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ..errors import InvalidSetting
+from ..processor.inbox import identities_in
 from ..processor.memory import key_bytes
 from ..states.base import Space, StatePartition, StateStore, StateView, Write, from_micros, micros
 
@@ -130,10 +131,18 @@ def repartitioned(
     """
     moved = (
         entry._replace(partition=number)
-        for entry in entries(store, processor)
+        for whole in entries(store, processor)
+        for entry in _apart(whole)
         for number in dict.fromkeys(route(entry))
     )
     return _write(into, name or processor, partitions, moved)
+
+
+def _apart(entry: Entry) -> Iterable[Entry]:
+    """Runs of the inbox one by one: those of two partitions would reach into each other."""
+    if entry.space is not Space.INBOX:
+        return [entry]
+    return (entry._replace(key=identity, value=b"") for identity in identities_in(entry.key, entry.value))
 
 
 def partitions_of(store: StateStore, processor: str) -> int:

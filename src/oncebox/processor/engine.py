@@ -22,7 +22,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import repeat
 from typing import Any
 from uuid import UUID
 
@@ -30,7 +29,7 @@ from .. import clock
 from ..errors import DuplicateEvent, InvalidSetting, OnceboxError, TransactionEnded
 from ..event import Event, NewEvent
 from ..sources.base import Message, Progress, SourcePartition
-from ..states.base import KEY_BYTES_MAX, Space, StatePartition, Write, written
+from ..states.base import KEY_BYTES_MAX, Space, StatePartition, Write
 from ..stores.base import OutboxStore, Query
 from . import records
 from .app import Handler, Permanent, Processor, Runner, State
@@ -512,7 +511,6 @@ class Engine:
         return messages
 
     def _records(self, change: Change) -> list[Write]:
-        expires_at = clock.now() + self._app.inbox
         done = [tried.identity for tried in change.finished]
         found = [
             Write(Space.CHECKPOINTS, self._checkpoint, records.progress_bytes(self._tracker.progress)),
@@ -521,7 +519,9 @@ class Engine:
         if suspects := self._waiting.suspects:
             left = suspects.difference(done)
             found.append(Write(Space.CHECKPOINTS, records.SUSPECTS, records.identities_bytes(left) or None))
-        found += written(Space.INBOX, done, repeat(b""), repeat(expires_at))
+        dead = {letter.identity for letter in change.letters}
+        effected = [identity for identity in done if identity not in dead] if dead else done
+        found += self._inbox.writes(effected, clock.now() + self._app.inbox)
         found += [Write(Space.RETRIES, tried.identity, None) for tried in change.finished if tried.failures]
         found += [
             Write(Space.RETRIES, tried.identity, retry_bytes(tried.failures, told)) for tried, told in change.failed
@@ -530,8 +530,8 @@ class Engine:
             Write(Space.DEAD_LETTERS, letter.identity, records.dead_letter_bytes(letter)) for letter in change.letters
         ]
         # A duplicate of a dead letter is known as one for as long as the letter is there to be redriven.
-        found += [Write(Space.INBOX, letter.identity, b"") for letter in change.letters]
-        found += self._requests.settled(done, (letter.identity for letter in change.letters))
+        found += [Write(Space.INBOX, identity, b"") for identity in dead]
+        found += self._requests.settled(done, dead)
         found += [
             Write(Space.OUTGOING, records.outgoing_key(self._next_outgoing + place), records.outgoing_bytes(event))
             for place, event in enumerate(() if self._joined.emits else change.emitted)

@@ -13,6 +13,7 @@ from ..sources.base import Message, Position, Progress
 
 STARTED = b"\0started"  # the events of a batch whose handlers are running
 SUSPECTS = b"\0suspects"  # events of a batch that was not finished: each is run alone
+IDENTITY_BYTES = 20
 ERROR_MAX = 8_000
 TRACEBACK_MAX = 32_000
 
@@ -24,7 +25,7 @@ def identity(message: Message) -> bytes:
 
 def identity_of(event_id: UUID, replays: int) -> bytes:
     """16 bytes of the id, 4 of the replay count."""
-    return (event_id.int << 32 | replays).to_bytes(20)
+    return (event_id.int << 32 | replays).to_bytes(IDENTITY_BYTES)
 
 
 def emitted_id(processor: str, message: Message, place: int) -> UUID:
@@ -53,7 +54,8 @@ def identities_bytes(identities: Iterable[bytes]) -> bytes:
 
 def identities_from(value: bytes | None) -> list[bytes]:
     """The opposite of `identities_bytes`."""
-    return [value[start : start + 20] for start in range(0, len(value), 20)] if value else []
+    said = value or b""
+    return [said[start : start + IDENTITY_BYTES] for start in range(0, len(said), IDENTITY_BYTES)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -370,14 +370,13 @@ class Requests:
             self._state.commit([*writes, *work.writes()])
         self._forget(work)
 
-    def settled(self, finished: Iterable[bytes], dead: Iterable[bytes]) -> list[Write]:
+    def settled(self, finished: Iterable[bytes], dead: Collection[bytes]) -> list[Write]:
         """What the commit that finishes these events writes for those that were redriven.
 
         A letter whose event was handled goes; one that died again is written by the engine, over the former.
         """
         if not self._admitted:
             return []
-        again = set(dead)
         found: list[Write] = []
         touched: dict[bytes, _Work] = {}
         for identity in finished:
@@ -385,7 +384,7 @@ class Requests:
             if work is None:
                 continue
             touched[work.request_id] = work
-            if identity in again:
+            if identity in dead:
                 work.settle(dead=1)
             else:
                 work.settle(done=1)

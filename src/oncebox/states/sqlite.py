@@ -4,12 +4,10 @@ A commit is one transaction in WAL mode with synchronous FULL, so it is on the d
 bear the names of the spaces, `__checkpoints__` among them (EO-02), and are clustered by key.
 """
 
-import json
 import sqlite3
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -69,10 +67,6 @@ _TABLES = [
 ]
 _PUT = {space: f'INSERT OR REPLACE INTO "{space}" VALUES (?, ?, ?)' for space in Space}  # noqa: S608 - names are ours
 _PUT_ROWS = {space: statement + ", (?, ?, ?)" * (ROWS - 1) for space, statement in _PUT.items()}
-_PUT_ALIKE = {  # keys of ?2 bytes each, one after the other; the same value and time for all of them
-    space: f'INSERT OR REPLACE INTO "{space}" SELECT substr(?1, 1 + ?2 * value, ?2), ?3, ?4 FROM json_each(?5)'  # noqa: S608
-    for space in Space
-}
 _DELETE = {space: f'DELETE FROM "{space}" WHERE key = ?' for space in Space}  # noqa: S608
 _UNEXPIRED = "(expires_at IS NULL OR expires_at > ?)"
 
@@ -348,33 +342,14 @@ def _write(connection: sqlite3.Connection, space: Space, writes: Collection[Writ
     times = {time: None if time is None else micros(time) for time in {write.expires_at for write in writes}}
     puts = [(key, value, times[expires_at]) for _, key, value, expires_at in writes if value is not None]
     puts.sort()  # a page that several keys share is found once
-    if _are_alike(puts):
-        key, value, time = puts[0]
-        keys = b"".join(key for key, _, _ in puts)
-        connection.execute(_PUT_ALIKE[space], (keys, len(key), value, time, _numbers(len(puts))))
-    else:
-        whole = len(puts) - len(puts) % ROWS
-        for first in range(0, whole, ROWS):
-            connection.execute(_PUT_ROWS[space], list(chain.from_iterable(puts[first : first + ROWS])))
-        connection.executemany(_PUT[space], puts[whole:])
+    whole = len(puts) - len(puts) % ROWS
+    for first in range(0, whole, ROWS):
+        connection.execute(_PUT_ROWS[space], list(chain.from_iterable(puts[first : first + ROWS])))
+    connection.executemany(_PUT[space], puts[whole:])
     if len(puts) < len(writes):
         connection.executemany(_DELETE[space], [(write.key,) for write in writes if write.value is None])
     if any(time is not None for time in times):
         connection.execute("INSERT OR IGNORE INTO hand VALUES (?, x'')", (space.value,))
-
-
-def _are_alike(puts: Sequence[tuple[bytes, bytes, int | None]]) -> bool:
-    """Whether they differ in their keys alone, as those of an inbox: such are written in half of the time."""
-    if not puts:
-        return False
-    first, value, time = puts[0]
-    return all(len(key) == len(first) and held == value and until == time for key, held, until in puts)
-
-
-@lru_cache(maxsize=4)  # most batches are as large as the last
-def _numbers(count: int) -> str:
-    """As JSON, from 0."""
-    return json.dumps(list(range(count)))
 
 
 class SQLiteStateStore(StateStore):

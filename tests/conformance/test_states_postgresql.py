@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from statistics import median
+from typing import Any
 
 import psycopg
 import pytest
 
 from oncebox.errors import InvalidSetting
 from oncebox.states.base import Space, Write
-from oncebox.states.postgresql import PostgreSQLStateStore
+from oncebox.states.postgresql import UNKNOWN_PAUSE, PostgreSQLStateStore
 from oncebox.testing import StateConformance
 from oncebox.testing.servers import PgBouncer, PostgreSQL, free_port
+from oncebox.testing.stating.base import patiently
 
 
 class TestPostgreSQLState(StateConformance):
@@ -58,6 +62,49 @@ class TestPostgreSQLState(StateConformance):
         with pytest.raises(InvalidSetting, match="synchronous_commit"):
             partition.commit([Write(Space.STATE, b"key", b"x")])
         store.close()
+
+    def test_what_is_known_is_updated_and_logs_less_than_what_may_be_new(self, url: str) -> None:
+        """An upsert of a row that is there logs its lock as well."""
+        with closing(PostgreSQLStateStore.open(url)) as store, psycopg.connect(url, autocommit=True) as connection:
+
+            def logged(turn: int) -> int:
+                began = _log_position(connection)
+                partition.commit([Write(Space.STATE, b"key-%06d" % number, b"%d" % turn) for number in range(1_000)])
+                return _log_position(connection) - began
+
+            partition = store.own("totals", 0, 1, owner="test")
+            turns = [logged(turn) for turn in range(UNKNOWN_PAUSE + 20)]
+        known, upserted = turns[-15:], turns[2:UNKNOWN_PAUSE]
+        assert median(known) < 0.8 * median(upserted)
+
+    def test_no_commit_reads_a_whole_table_whatever_is_known_of_its_size(self, url: str) -> None:
+        PostgreSQLStateStore.open(url).close()
+        with psycopg.connect(url, autocommit=True) as connection:
+            made, _ = _scans(connection)
+            with closing(PostgreSQLStateStore.open(url)) as store:
+                other, partition = (store.own("totals", number, 2, owner="test") for number in range(2))
+                for turn in range(20):
+                    keys = [b"%d" % number for number in range(turn * 10, turn * 10 + 500)]
+                    partition.commit([Write(Space.STATE, key, b"x") for key in keys])
+                    partition.commit([Write(Space.STATE, key, None) for key in keys[::70]])
+                    other.commit([Write(Space.STATE, b"%d-%d" % (turn, number), b"x") for number in range(10)])
+                    connection.execute('analyze oncebox_state."__state__"')
+            patiently(lambda: _scans(connection)[1] >= 890)  # a server's process tells of all when it ends
+            assert _scans(connection)[0] == made
+
+
+def _scans(connection: psycopg.Connection[Any]) -> tuple[int, int]:
+    """How often the table of state was read as a whole, and how many rows were inserted into it."""
+    row = connection.execute(
+        "select seq_scan, n_tup_ins from pg_stat_user_tables "
+        "where schemaname = 'oncebox_state' and relname = '__state__'"
+    ).fetchone()
+    return row or (0, 0)
+
+
+def _log_position(connection: psycopg.Connection[Any]) -> int:
+    (found,) = connection.execute("select pg_current_wal_insert_lsn() - '0/0'").fetchone() or (0,)
+    return int(found)
 
 
 class TestPostgreSQLStateBehindPgBouncer(StateConformance):

@@ -74,19 +74,19 @@ class Memory:
         self._read: dict[str, bytes | None] = {}
 
     def prefetch(self, keys: Collection[str]) -> None:
-        """Read those that are not known yet, all at once."""
+        """Read those that are not known yet, all at once; they are such that stores can keep them."""
         unknown = set(keys).difference(self._newer).difference(self._older).difference(self._read)
-        missing = {key: key_bytes(key) for key in unknown}
-        if missing:
-            found = self._view.get(Space.STATE, list(missing.values()))
-            self._read |= {key: found.get(stored) for key, stored in missing.items()}
+        if unknown:
+            stored = list(map(str.encode, unknown))
+            found = self._view.get(Space.STATE, stored)
+            self._read.update(zip(unknown, map(found.get, stored), strict=True))
 
     def get(self, key: str) -> Value:
         """What is committed under a key; `TypeError` or `ValueError` if no store can keep such a key."""
         entry = self._newer.get(key) or self._older.get(key)
         if entry is None:
             if key not in self._read:
-                self.prefetch([key])
+                self.prefetch([checked(key)])
             return self._read[key]
         value, expires_at = entry
         return None if expires_at is not None and expires_at <= clock.now() else value

@@ -50,7 +50,8 @@ _ARRAY = struct.Struct("!iiIii")  # dimensions, nulls, type, length, the first i
 _EMPTY_ARRAY = struct.pack("!iiI", 0, 0, _BYTEA)
 _LENGTH = struct.Struct("!i").pack
 _SQL = named_blocks((resources.files(__package__) / "postgresql.sql").read_text("utf-8"))
-_WRITE = "oncebox_state.write_{name}(%b, %b::bytea[], %b::bytea[], %b::bigint[], %b::bytea[], %b)"
+_WRITE = "oncebox_state.write_{name}(%b, %b::bytea[], %b::bytea[], %b::bigint[], %b::bytea[], %b, %b)"
+UNKNOWN_PAUSE = 15  # commits that insert at once, after one whose keys were new
 
 
 def _block(name: str, space: Space) -> str:
@@ -200,6 +201,7 @@ class PostgreSQLPartition(PostgreSQLView, StatePartition):
         self.epoch = epoch
         hands = server.run(_SQL["hands"], {"id": partition_id})
         self._sweeps = {Space(name): Sweep() for (name,) in hands}
+        self._habits = {space: _Habit() for space in Space if space not in _INSERTED_ONCE}
         self._own: Connection | None = None  # for transactions that others join
         self._transaction: AbstractContextManager[psycopg.Transaction] | None = None
 
@@ -213,11 +215,14 @@ class PostgreSQLPartition(PostgreSQLView, StatePartition):
         for space in touched:
             calls.append(_WRITE.replace("{name}", space.strip("_")))
             portion = self._sweeps[space].portion if space in self._sweeps else 0
-            parameters += _parameters(self._id, spaces.get(space, {}).values(), portion)
+            known = space in self._habits and self._habits[space].known
+            parameters += _parameters(self._id, spaces.get(space, {}).values(), portion, known=known)
         (row,) = self._written(f"select {', '.join(calls)}", parameters, also)
-        for space, (looked, expired) in zip(touched, row[1:], strict=True):
+        for space, (looked, expired, updated) in zip(touched, row[1:], strict=True):
             if space in self._sweeps:
                 self._sweeps[space].saw(looked, expired)
+            if space in self._habits:
+                self._habits[space].saw(len(spaces.get(space, ())), updated)
 
     def _written(self, statement: str, parameters: Sequence[Any], also: Sequence[Action]) -> list[TupleRow]:
         """One statement is a transaction by itself; only with others to join it needs one around it."""
@@ -299,7 +304,25 @@ class PostgreSQLPartition(PostgreSQLView, StatePartition):
         return self._server.run_on(self._connection(), statement, parameters)
 
 
-def _parameters(partition_id: int, writes: Collection[Write], portion: int) -> list[Any]:
+class _Habit:
+    """Whether the keys that are put are mostly there already, as those of a processor that has run for a while."""
+
+    def __init__(self) -> None:
+        self._pause = 0
+
+    @property
+    def known(self) -> bool:
+        return not self._pause
+
+    def saw(self, written: int, updated: int) -> None:
+        """Note what the last commit found."""
+        if self._pause:
+            self._pause -= 1
+        elif updated * 2 < written:
+            self._pause = UNKNOWN_PAUSE
+
+
+def _parameters(partition_id: int, writes: Collection[Write], portion: int = 0, *, known: bool = False) -> list[Any]:
     """What `write_…` takes; the server takes rows in the order of their keys faster."""
     times = {time: 0 if time is None else micros(time) for time in {write.expires_at for write in writes}}
     puts = sorted([(key, value, times[expires_at]) for _, key, value, expires_at in writes if value is not None])
@@ -311,6 +334,7 @@ def _parameters(partition_id: int, writes: Collection[Write], portion: int) -> l
         expiries[:1] if len(set(expiries)) == 1 else expiries,  # one stands for all
         _Array([write.key for write in writes if write.value is None] if len(puts) < len(writes) else []),
         portion,
+        known,
     ]
 
 
@@ -397,7 +421,7 @@ class PostgreSQLStateStore(StateStore):
         changes = grouped(writes).get(Space.REQUESTS, {})
         call = _WRITE.replace("{name}", Space.REQUESTS.strip("_"))
         found = self._find(processor, partition)
-        self._server.run(f"select {call}", _parameters(found, changes.values(), 0))
+        self._server.run(f"select {call}", _parameters(found, changes.values()))
 
     def asked(self, processor: str, prefix: bytes = b"") -> list[int]:
         asked = {"processor": processor, "first": prefix, "end": end_of(prefix)}

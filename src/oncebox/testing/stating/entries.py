@@ -37,6 +37,19 @@ class EntriesConformance(StateBase):
         missing = [b"+" + key for key in keys]  # all before the first of those that are there
         assert partition.get(Space.STATE, [*missing[::2], *reversed(keys)]) == {key: key for key in keys}
 
+    @pytest.mark.parametrize("new", [0, 1, 30, 60, 99, 100])
+    def test_keys_that_are_new_are_written_among_those_that_were_there(
+        self, partition: StatePartition, new: int
+    ) -> None:
+        there: dict[bytes, bytes] = {}
+        for turn in range(20):
+            keys = [b"%d/%d" % (turn if each < new else 0, each) for each in range(100)]
+            written = dict.fromkeys(keys, b"%d" % turn)
+            expires_at = clock.now() + LONG if turn % 3 else None
+            partition.commit([Write(Space.STATE, key, value, expires_at) for key, value in written.items()])
+            there |= written
+        assert entries(partition) == there
+
     def test_the_last_of_several_writes_to_a_key_counts(self, partition: StatePartition) -> None:
         gone = Write(Space.STATE, b"gone", None)
         partition.commit([put(b"kept", b"1"), put(b"gone", b"1"), put(b"kept", b"2"), gone])

@@ -48,6 +48,7 @@ PROCESSOR = Suite(
         *(f"tests/conformance/test_states_{kind}.py" for kind in _STATES),
         *(f"tests/conformance/test_sources_{kind}.py" for kind in _SOURCES),
         "tests/sources",
+        "tests/admin",
         "tests/crash/test_process_kills.py",
         "tests/crash/test_process_bad_days.py",
     ),

@@ -36,14 +36,14 @@ class TestRocksDBState(StateConformance):
         store = RocksDBStateStore.open(f"{url}?statistics=on")
         partition = cast("RocksDBPartition", store.own("totals", 0, 1, owner="test"))
         keys = [b"%08d" % number for number in range(600_000)]
-        state = partition._database.families[Space.STATE]
+        inbox = partition._database.families[Space.INBOX]
         for part in (keys, keys[::599_999]):  # two files over the same keys, which become one
-            partition.commit([Write(Space.STATE, key, b"x") for key in part])
-            state.flush()
-        state.compact_range(None, None)
+            partition.commit([Write(Space.INBOX, key, b"x") for key in part])
+            inbox.flush()
+        inbox.compact_range(None, None)
         before = partition.statistics()["rocksdb.last.level.read.bytes"]
         for first in range(40):
-            assert len(partition.get(Space.STATE, keys[first::12_000])) == 50
+            assert len(partition.get(Space.INBOX, keys[first::12_000])) == 50
         read = partition.statistics()["rocksdb.last.level.read.bytes"] - before
         assert 0 < read < 4_000_000  # the filter 40 times would be 30 MB
         partition.close()

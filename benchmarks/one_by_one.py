@@ -1,13 +1,14 @@
 """A consumer as it is written by hand: one message, one transaction, one acknowledgement.
 
 Poll one, BEGIN, read, write, checkpoint, COMMIT, commit the offset. Durable as ours is, and nothing more: no inbox, no
-fence, no retries, no dead letters.
+fence, no retries, no dead letters. Databases are as they come; SQLite is tried with a write-ahead log, too.
 """
 
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ Apply = Callable[[bytes, int], None]  # a key, and the offset of the message tha
 
 
 @contextmanager
-def in_sqlite(place: str) -> Iterator[Apply]:
-    with closing(sqlite3.connect(Path(place) / "bare.db", isolation_level=None)) as database:
-        database.execute("PRAGMA journal_mode = WAL")
+def in_sqlite(place: str, journal: str = "DELETE") -> Iterator[Apply]:
+    with closing(sqlite3.connect(Path(place) / f"bare-{journal}.db", isolation_level=None)) as database:
+        database.execute(f"PRAGMA journal_mode = {journal}")
         database.execute("PRAGMA synchronous = FULL")
         database.execute("CREATE TABLE state (key BLOB PRIMARY KEY, value INTEGER) WITHOUT ROWID")
         database.execute("CREATE TABLE checkpoint (at INTEGER)")
@@ -75,7 +76,13 @@ def in_postgresql(place: str) -> Iterator[Apply]:
         yield apply
 
 
-LOOPS = {"sqlite": in_sqlite, "rocksdb": in_rocksdb, "postgresql": in_postgresql}
+SQLITE_WAL = "sqlite-wal"
+LOOPS = {
+    "sqlite": in_sqlite,
+    SQLITE_WAL: partial(in_sqlite, journal="WAL"),
+    "rocksdb": in_rocksdb,
+    "postgresql": in_postgresql,
+}
 
 
 def rate(kind: str, client: dict[str, Any], topic: str, place: str, events: int) -> float:

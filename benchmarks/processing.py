@@ -181,7 +181,7 @@ def until(done: Callable[[], int], wanted: int) -> int:
 def processing(server: PostgreSQL, scale: Scale) -> list[Result]:
     """Get and put for each event, 10,000 keys, commits durable."""
     found: dict[str, list[Run]] = {kind: [] for kind in (*TITLES, "forgetful")}
-    singly: dict[str, list[float]] = {kind: [] for kind in TITLES}
+    singly: dict[str, list[float]] = {loop: [] for loop in one_by_one.LOOPS}
     with stage(server, scale.processed) as ready:
         topic = load(ready.kafka, "orders", scale.processed, scale.processed_keys)
         run(ready, "warm", topic, forgetful.URL)  # the first query of a session compiles
@@ -190,8 +190,22 @@ def processing(server: PostgreSQL, scale: Scale) -> list[Result]:
             for kind in TITLES:
                 with place(server, kind) as where:
                     found[kind].append(run(ready, f"{kind}_{number}", topic, state_url(kind, where)))
-                    singly[kind].append(one_by_one.rate(kind, ready.kafka.client, topic, where, scale.processed_singly))
-    return [result for kind in TITLES for result in _compared(kind, found[kind], found["forgetful"], singly[kind])]
+                    for loop in (loop for loop in singly if loop.startswith(kind)):
+                        rate = one_by_one.rate(loop, ready.kafka.client, topic, where, scale.processed_singly)
+                        singly[loop].append(rate)
+    results = [result for kind in TITLES for result in _compared(kind, found[kind], found["forgetful"], singly[kind])]
+    return [*results, _beside_wal(found["sqlite"], singly[one_by_one.SQLITE_WAL])]
+
+
+def _beside_wal(ours: list[Run], singly: list[float]) -> Result:
+    return Result(
+        name="process-sqlite-singly-wal",
+        what=f"processor on Spark, state in {TITLES['sqlite']}",
+        unit="events/s",
+        figures=[each.rate for each in ours],
+        baseline=singly,
+        baseline_is="the same loop with a write-ahead log",
+    )
 
 
 def _compared(kind: str, ours: list[Run], free: list[Run], singly: list[float]) -> list[Result]:

@@ -7,7 +7,7 @@ fence, no retries, no dead letters. Databases are as they come; SQLite is tried 
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def in_postgresql(place: str) -> Iterator[Apply]:
 
 
 SQLITE_WAL = "sqlite-wal"
-LOOPS = {
+LOOPS: dict[str, Callable[[str], AbstractContextManager[Apply]]] = {
     "sqlite": in_sqlite,
     SQLITE_WAL: partial(in_sqlite, journal="WAL"),
     "rocksdb": in_rocksdb,

@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from oncebox import clock
 from oncebox.processor.memory import encoded
@@ -38,6 +38,9 @@ RATE = 20_000.0  # events a second that each state store must reach
 PATIENCE = 1_800.0
 LOOK = 0.05
 SHIFT_MAX = timedelta(minutes=10)
+SKEW = 0.99  # what YCSB draws keys with, unless it is told otherwise
+SCATTER = 7_368_787  # a prime, so each rank has a key of its own
+Draw = Callable[[random.Random, int], int]
 SHORTFALL = "The broker, the JVM, the tasks and a state store that is a server share two cores."
 
 
@@ -48,6 +51,14 @@ class Run:
     rate: float  # events a second
     cpu: float  # microseconds an event, of the tasks
     memory: float  # MiB, of the larger task at its peak
+
+
+class Turn(NamedTuple):
+    """One round over ten thousand keys, and two over ten million."""
+
+    few: Run
+    evenly: Run
+    skewed: Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +108,20 @@ def key_of(number: int) -> bytes:
     return b"customer-%08d" % number
 
 
-def load(kafka: "Kafka", topic: str, events: int, keys: int) -> str:
-    """Events over all keys evenly, as a relay would have sent them; of one key always in the same partition.
+def evenly(chance: random.Random, keys: int) -> int:
+    """Any key, each as likely as any other."""
+    return chance.randrange(keys)
+
+
+def skewed(chance: random.Random, keys: int) -> int:
+    """As most keys are used: the k-th most frequent one as often as k ** -0.99 says, wherever it lies among all."""
+    room = 1 - SKEW
+    rank = (1 + chance.random() * (keys**room - 1)) ** (1 / room)
+    return int(rank) * SCATTER % keys
+
+
+def load(kafka: "Kafka", topic: str, events: int, keys: int, draw: Draw = evenly) -> str:
+    """Events as a relay would have sent them; of one key always in the same partition.
 
     In each topic others, so that nobody has just read the keys of the next.
     """
@@ -109,7 +132,7 @@ def load(kafka: "Kafka", topic: str, events: int, keys: int) -> str:
     chance = random.Random(topic)
     for first in range(0, events, LOAD):
         for event_id in clock.uuid7s(min(LOAD, events - first)):
-            number = chance.randrange(keys)
+            number = draw(chance, keys)
             producer.produce(
                 topic,
                 PAYLOAD,
@@ -257,12 +280,13 @@ def _compared(kind: str, ours: list[Run], free: list[Run], singly: list[float]) 
 
 
 def keys(server: PostgreSQL, scale: Scale) -> list[Result]:
-    """Events spread evenly over a state of ten million keys, beside the same over ten thousand, in turns."""
-    found: dict[str, list[tuple[Run, Run]]] = {}
+    """Events over a state of ten million keys, evenly and skewed, beside ten thousand keys, in turns."""
+    found: dict[str, list[Turn]] = {}
     with stage(server, scale.processed_kept) as ready:
         for number in range(scale.rounds_kept):
             load(ready.kafka, f"few-{number}", scale.processed_kept, scale.processed_keys)
-            load(ready.kafka, f"many-{number}", scale.processed_kept, scale.kept_keys)
+            load(ready.kafka, f"evenly-{number}", scale.processed_kept, scale.kept_keys)
+            load(ready.kafka, f"skewed-{number}", scale.processed_kept, scale.kept_keys, skewed)
         run(ready, "warm", "few-0", forgetful.URL)
         for kind in TITLES:
             with place(server, kind) as few, place(server, kind) as many:
@@ -271,13 +295,14 @@ def keys(server: PostgreSQL, scale: Scale) -> list[Result]:
                 fill(urls[1], f"{kind}_many", scale.kept_keys)
                 os.sync()  # what was filled in goes to the disk before the clock runs
                 found[kind] = [
-                    (
+                    Turn(
                         run(ready, f"{kind}_few", f"few-{number}", urls[0]),
-                        run(ready, f"{kind}_many", f"many-{number}", urls[1]),
+                        run(ready, f"{kind}_many", f"evenly-{number}", urls[1]),
+                        run(ready, f"{kind}_many", f"skewed-{number}", urls[1]),
                     )
                     for number in range(scale.rounds_kept)
                 ]
-    return [result for kind, runs in found.items() for result in _kept_results(kind, runs, scale.kept_keys)]
+    return [result for kind, turns in found.items() for result in _kept_results(kind, turns, scale.kept_keys)]
 
 
 def fill(url: str, name: str, number: int) -> None:
@@ -293,25 +318,28 @@ def fill(url: str, name: str, number: int) -> None:
         settle(url)
 
 
-def _kept_results(kind: str, runs: list[tuple[Run, Run]], number: int) -> list[Result]:
+def _kept_results(kind: str, turns: list[Turn], number: int) -> list[Result]:
     what = f"processor on Spark, {number:,} keys in {TITLES[kind]}"
-    return [
+    spread = {"": [turn.evenly for turn in turns], "-skewed": [turn.skewed for turn in turns]}
+    times = [
         Result(
-            name=f"keys-{kind}",
-            what=f"{what}: time",
+            name=f"keys-{kind}{how}",
+            what=f"{what}, {how[1:] or 'evenly'}: time",
             unit="µs/event",
-            figures=[1e6 / many.rate for _, many in runs],
-            baseline=[1e6 / few.rate for few, _ in runs],
+            figures=[1e6 / each.rate for each in runs],
+            baseline=[1e6 / turn.few.rate for turn in turns],
             baseline_is="10,000 keys",
             bar=Bar(1.5, at_most=True),
             shortfall=SHORTFALL,
-        ),
-        Result(
-            name=f"keys-{kind}-memory",
-            what=f"{what}: peak memory of a task",
-            unit="MiB",
-            figures=[many.memory for _, many in runs],
-            baseline=[few.memory for few, _ in runs],
-            baseline_is="10,000 keys",
-        ),
+        )
+        for how, runs in spread.items()
     ]
+    memory = Result(
+        name=f"keys-{kind}-memory",
+        what=f"{what}: peak memory of a task",
+        unit="MiB",
+        figures=[turn.evenly.memory for turn in turns],
+        baseline=[turn.few.memory for turn in turns],
+        baseline_is="10,000 keys",
+    )
+    return [*times, memory]

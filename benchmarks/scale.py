@@ -57,7 +57,7 @@ FULL = Scale(
     processed_keys=10_000,
     processed_singly=2_000,
     rounds_kept=5,
-    processed_kept=300_000,
+    processed_kept=200_000,
     kept_keys=10_000_000,
 )
 QUICK = Scale(

@@ -1,5 +1,6 @@
 """The atomic commit protocol: whatever dies between two steps, each effect happens once."""
 
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from oncebox import Event, Fenced, OutboxStore, clock
 from oncebox.processor import Context, Permanent, Processor
 from oncebox.processor.engine import NoOutbox
+from oncebox.processor.inbox import identities_in
 from oncebox.processor.memory import decoded
 from oncebox.processor.records import dead_letter_from, progress_from
 from oncebox.sources.base import Progress
@@ -177,6 +179,29 @@ def test_a_permanent_error_is_not_tried_again(states: StateStore) -> None:
     lives = Lives(app, log, states)
     lives.until_done()
     assert len(runs) == len(lives.entries(Space.DEAD_LETTERS)) == 1
+
+
+@pytest.mark.requirement("EO-05", "EO-08")
+def test_a_dead_letter_is_known_by_itself_for_as_long_as_it_is_there(states: StateStore) -> None:
+    """Its neighbours of the same batch are kept together, and expire."""
+    app = Processor("strict")
+
+    @app.on("order.created")
+    def refuses_one(event: Event, ctx: Context) -> None:
+        if event.payload == b"3":
+            raise Permanent("never")
+
+    log = Log()
+    for number in range(10):
+        log.add(event(amount=number))
+    lives = Lives(app, log, states)
+    lives.until_done()
+    (dead,) = lives.entries(Space.DEAD_LETTERS)
+    with closing(states.look(app.name, 0)) as view:
+        alone, together = view.writes(Space.INBOX)
+    assert (alone.key, alone.expires_at) == (dead, None)
+    assert together.expires_at is not None
+    assert dead not in identities_in(together.key, together.value or b"")
 
 
 def test_a_failing_event_holds_back_its_own_key_only(states: StateStore) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 TITLES = {"sqlite": "SQLite", "rocksdb": "RocksDB", "postgresql": "PostgreSQL"}
+BESIDE = {"sqlite": ("sqlite", one_by_one.SQLITE_WAL), "rocksdb": ("rocksdb",), "postgresql": ("postgresql",)}
 ONE_BY_ONE = {"sqlite": 50.0, "rocksdb": 10.0, "postgresql": 10.0}
 RATE = 20_000.0  # events a second that each state store must reach
 PATIENCE = 1_800.0
@@ -114,7 +115,7 @@ def evenly(chance: random.Random, keys: int) -> int:
 
 
 def skewed(chance: random.Random, keys: int) -> int:
-    """As most keys are used: the k-th most frequent one as often as k ** -0.99 says, wherever it lies among all."""
+    """A few much more often than most, by Zipf's law in its continuous form, and scattered over all keys."""
     room = 1 - SKEW
     rank = (1 + chance.random() * (keys**room - 1)) ** (1 / room)
     return int(rank) * SCATTER % keys
@@ -213,7 +214,7 @@ def processing(server: PostgreSQL, scale: Scale) -> list[Result]:
             for kind in TITLES:
                 with place(server, kind) as where:
                     found[kind].append(run(ready, f"{kind}_{number}", topic, state_url(kind, where)))
-                    for loop in (loop for loop in singly if loop.startswith(kind)):
+                    for loop in BESIDE[kind]:
                         rate = one_by_one.rate(loop, ready.kafka.client, topic, where, scale.processed_singly)
                         singly[loop].append(rate)
     results = [result for kind in TITLES for result in _compared(kind, found[kind], found["forgetful"], singly[kind])]
@@ -320,11 +321,11 @@ def fill(url: str, name: str, number: int) -> None:
 
 def _kept_results(kind: str, turns: list[Turn], number: int) -> list[Result]:
     what = f"processor on Spark, {number:,} keys in {TITLES[kind]}"
-    spread = {"": [turn.evenly for turn in turns], "-skewed": [turn.skewed for turn in turns]}
+    spread = {"evenly": [turn.evenly for turn in turns], "skewed": [turn.skewed for turn in turns]}
     times = [
         Result(
-            name=f"keys-{kind}{how}",
-            what=f"{what}, {how[1:] or 'evenly'}: time",
+            name=f"keys-{kind}-{how}",
+            what=f"{what}, {how}: time",
             unit="µs/event",
             figures=[1e6 / each.rate for each in runs],
             baseline=[1e6 / turn.few.rate for turn in turns],
@@ -334,12 +335,12 @@ def _kept_results(kind: str, turns: list[Turn], number: int) -> list[Result]:
         )
         for how, runs in spread.items()
     ]
-    memory = Result(
+    memory = Result(  # of the first turn: a worker that once held many keys gives little back to the system
         name=f"keys-{kind}-memory",
         what=f"{what}: peak memory of a task",
         unit="MiB",
-        figures=[turn.evenly.memory for turn in turns],
-        baseline=[turn.few.memory for turn in turns],
+        figures=[turns[0].evenly.memory],
+        baseline=[turns[0].few.memory],
         baseline_is="10,000 keys",
     )
     return [*times, memory]

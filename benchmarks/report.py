@@ -36,8 +36,10 @@ machine only: {machine}.
   is the same engine and handlers over a state store that writes nothing, in one shift: what is left of a task's CPU
   then is Kafka's client, the making of events, the handlers and the engine.
 - **Many keys**, evenly: each is as likely as any other, so nearly each event reads and writes a key that was not used
-  lately, which is the worst case. Skewed: as YCSB draws keys by default, by a Zipfian distribution with the exponent
-  0.99, scattered over all of them. Both stand beside 10,000 keys, evenly; all take turns, each over new events.
+  lately, which is the worst case. Skewed: much as YCSB draws keys by default, by a Zipfian distribution with the
+  exponent 0.99 (its continuous form), scattered over all of them. Both stand beside 10,000 keys, evenly; all take
+  turns, each over new events. Memory is that of the first turn: the same workers go on, from one state store to the
+  next, too, and give little back to the system.
 - **Costs** (ms) compare one call in two situations, call by call in turns; the bar is an upper one.
 - **WAL and dead tuples** are counted, not timed: what an event leaves in the log and in the tables.
 - PostgreSQL runs with `fsync` on and {settings}. SQLite runs with `synchronous` FULL on both

@@ -44,7 +44,7 @@ PROCESSING_BARS = {
     **{f"process-{state}-singly": "≥ 50" if state == "sqlite" else "≥ 10" for state in STATES},
     **{f"process-{state}-overhead": "≤ 2" for state in STATES},
 }
-KEYS_BARS = {f"keys-{state}{how}": "≤ 1.5" for state in STATES for how in ("", "-skewed")}
+KEYS_BARS = {f"keys-{state}-{how}": "≤ 1.5" for state in STATES for how in ("evenly", "skewed")}
 
 
 @pytest.mark.parametrize(

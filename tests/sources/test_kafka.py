@@ -4,14 +4,15 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 
 from oncebox.errors import InvalidSetting, PositionGone, SourceUnavailable
 from oncebox.publishers.kafka import KafkaPublisher
 from oncebox.sources.base import Message, Progress, SourcePartition
-from oncebox.sources.kafka import KafkaSource
+from oncebox.sources.kafka import KafkaPartition, KafkaSource
 from oncebox.testing.kafka import Kafka
 from oncebox.testing.publishing import given
 from oncebox.wiring import open_source
@@ -106,6 +107,68 @@ def test_what_retention_takes_of_a_topic_that_was_read_to_its_end_is_not_missed(
     rest = source.partition(0, Progress(found[-1].position), owner="two")
     assert payloads(read(rest, 2)) == [b"10", b"11"]
     rest.close()
+
+
+class Deaf:
+    """A group's coordinator that is not there yet: of the first offsets nothing is kept, nor always said."""
+
+    def __init__(self, part: KafkaPartition, times: int, error: KafkaError | None) -> None:
+        self._part, self._consumer = part, part._consumer
+        self._times, self._error = times, error
+        self.heard: list[TopicPartition] = []
+
+    def commit(self, *, offsets: list[TopicPartition], asynchronous: Any) -> None:
+        self.heard += offsets
+        if asynchronous and len(self.heard) <= self._times:
+            if self._error is not None:
+                self._part._answered(self._error, offsets)
+        else:
+            self._consumer.commit(offsets=offsets, asynchronous=asynchronous)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._consumer, name)
+
+
+@pytest.mark.parametrize("error", [KafkaError(KafkaError._TIMED_OUT), None], ids=["failed", "unanswered"])
+def test_the_end_of_a_topic_is_known_though_the_broker_did_not_hear_of_it_at_first(
+    kafka: Kafka, topic: str, source: KafkaSource, error: KafkaError | None
+) -> None:
+    """An offset that failed is sent again at the next look, and one that was never answered when the reader ends."""
+    write_in_transactions(kafka, topic, 3)
+    part = source.partition(0, Progress(), owner="one")
+    part._consumer = Deaf(part, 2, error)  # type: ignore[assignment]
+    found = read(part, 2)
+    part.ack(found)
+    given.patiently(lambda: not part.poll(1, bytes_max=1 << 20, timeout=MOMENT) and part.at_end)
+    part.close()
+    kafka.delete_records(topic, 0)
+    rest = source.partition(0, Progress(found[-1].position), owner="two")
+    rest.close()
+
+
+def test_no_offset_is_sent_before_the_one_before_it_was_answered(kafka: Kafka, topic: str, source: KafkaSource) -> None:
+    """One that is tried again behind a later one would take it back."""
+    write(kafka, topic, 0, 3)
+    part = source.partition(0, Progress(), owner="one")
+    part._consumer = deaf = Deaf(part, 9, None)  # type: ignore[assignment]
+    for message in read(part, 3):
+        part.ack([message])
+    assert [asked.offset for asked in deaf.heard] == [1]
+    part.close()
+    assert [asked.offset for asked in deaf.heard] == [1, 3]
+
+
+def test_a_group_that_the_reader_may_not_use_is_asked_once_for_each_offset(
+    kafka: Kafka, topic: str, source: KafkaSource
+) -> None:
+    write(kafka, topic, 0, 2)
+    part = source.partition(0, Progress(), owner="one")
+    part._consumer = deaf = Deaf(part, 9, KafkaError(KafkaError.GROUP_AUTHORIZATION_FAILED))  # type: ignore[assignment]
+    part.ack(read(part, 2))
+    for _ in range(3):
+        assert part.poll(1, bytes_max=1 << 20, timeout=MOMENT) == []
+    part.close()
+    assert [asked.offset for asked in deaf.heard] == [2]
 
 
 @pytest.mark.parametrize("at_the_end", [True, False])

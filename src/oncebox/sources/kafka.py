@@ -1,7 +1,8 @@
 """`kafka://host:9092,host2:9092?topic=orders`: the records of a Kafka topic; each of its partitions is one of ours.
 
 How far a processor is done is kept with its state. The broker's offsets are committed after it, for tools that show
-lag, and are never read. The page docs/reference/sources.md has every option.
+lag; where records are missing behind a checkpoint they tell whether there were any. The page docs/reference/sources.md
+has every option.
 """
 
 import logging
@@ -209,8 +210,10 @@ class KafkaPartition(SourcePartition):
         self._first_wait = ANSWER_SECONDS  # until the end was seen once, or the broker was silent for so long
         self._open = True
         self._last = -1 if progress.low is None else progress.low[0]  # the last record that was taken
-        self._told = -1  # how far, at its latest, the broker knows all to be done
-        own = {"on_commit": _committed, "logger": ClientLog()}
+        self._told = -1  # how far, at its latest, the broker is told that all is done
+        self._due: TopicPartition | None = None  # what it is to be told next
+        self._asked: TopicPartition | None = None  # what it was told, and has not answered
+        own = {"on_commit": self._answered, "logger": ClientLog()}
         self._consumer = Consumer({**settings, **own})
         try:
             self._next = self._first(progress)
@@ -250,12 +253,28 @@ class KafkaPartition(SourcePartition):
     def _tell(self) -> None:
         """How far all is done. When nothing is left, also behind which record: see `_only_markers`."""
         offset = min(self._held, default=self._buffer[0].offset() if self._buffer else None)
-        done = self._at(self._next, self._end_mark(self._last)) if offset is None else self._at(offset)
+        self._due = self._at(self._next, self._end_mark(self._last)) if offset is None else self._at(offset)
+        self._told = self._due.offset
+        self._ask()
+
+    def _ask(self) -> None:
+        """One request at a time: one that the client tries again would undo a later one that passed it."""
+        if self._due is None or self._asked is not None:
+            return
+        due, self._due = self._due, None
+        self._asked = due
         try:
-            self._consumer.commit(offsets=[done], asynchronous=True)
-            self._told = done.offset
+            self._consumer.commit(offsets=[due], asynchronous=True)
         except KafkaException as error:
-            log.debug("%s: offsets were not committed: %s", self._source.shown, error)
+            self._answered(error.args[0], ())
+
+    def _answered(self, error: KafkaError | None, _offsets: object) -> None:
+        """Called by the client while it polls; what failed is due again, unless a later one is, or nobody may."""
+        asked, self._asked = self._asked, None
+        if error is not None:
+            log.debug("%s: the group's offset was not committed: %s", self._source.shown, error)
+            if error.code() != KafkaError.GROUP_AUTHORIZATION_FAILED:
+                self._due = self._due or asked
 
     def _end_mark(self, last: int) -> str:
         """Said with an offset: between the record `last` of this very topic and that offset there is no other."""
@@ -269,11 +288,20 @@ class KafkaPartition(SourcePartition):
         """Let the client go; one that waits for a broker which never answers is left to end by itself."""
         if self._open:
             self._open = False
-            closing = threading.Thread(target=self._consumer.close, name="kafka close", daemon=True)
+            closing = threading.Thread(target=self._leave, name="kafka close", daemon=True)
             closing.start()
             closing.join(CLOSE_SECONDS)
             if closing.is_alive():
                 log.warning("%s: the client did not close within %.0f s", self._source.shown, CLOSE_SECONDS)
+
+    def _leave(self) -> None:
+        """The broker's answer to the last word is waited for: a client that closes forgets what it could not send."""
+        if last := self._due or self._asked:
+            try:
+                self._consumer.commit(offsets=[last], asynchronous=False)
+            except KafkaException as error:
+                log.debug("%s: the group's offset was not committed: %s", self._source.shown, error)
+        self._consumer.close()
 
     @property
     def at_end(self) -> bool:
@@ -326,6 +354,7 @@ class KafkaPartition(SourcePartition):
             raise self._error
         self._check()
         first = self._consumer.poll(max(seconds, self._first_wait) if seconds else 0)
+        self._ask()
         if first is None:
             self._first_wait = 0.0 if seconds else self._first_wait
             return
@@ -430,8 +459,3 @@ def murmur2(key: bytes) -> int:
         found = (found ^ int.from_bytes(rest, "little")) * _MURMUR & _WORD
     found = (found ^ found >> 13) * _MURMUR & _WORD
     return found ^ found >> 15
-
-
-def _committed(error: KafkaError | None, _offsets: object) -> None:
-    if error is not None:
-        log.debug("offsets were not committed: %s", error)

@@ -49,8 +49,8 @@ KEPT_SHORTFALL = {  # measured batch by batch, in turns
         "that was not used lately, 2.5 to write to it, 8 to log it and to copy it to its place, and 2 in Python."
     ),
     "rocksdb": (
-        "A key that was not used lately takes 6 to 8 µs to read, and an event with few keys 19 to 25 in all; now and "
-        "then files are merged, which falls into one of five rounds."
+        "In one process without Spark, a key that was not used lately takes 8 µs to read, where an event with few keys "
+        "takes 24 in all; now and then files are merged, which falls into one of five rounds."
     ),
     "postgresql": "Nearly each event reads and logs a page of its own, in a server on the same two cores as the tasks.",
 }

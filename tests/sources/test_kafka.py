@@ -110,33 +110,46 @@ def test_what_retention_takes_of_a_topic_that_was_read_to_its_end_is_not_missed(
 
 
 class Deaf:
-    """A group's coordinator that is not there yet: of the first offsets nothing is kept, nor always said."""
+    """A group's coordinator that is not there yet: it refuses the first offsets, at once or when the reader ends."""
 
-    def __init__(self, part: KafkaPartition, times: int, error: KafkaError | None) -> None:
+    def __init__(self, part: KafkaPartition, times: int, code: int = KafkaError._TIMED_OUT, *, late: bool) -> None:
         self._part, self._consumer = part, part._consumer
-        self._times, self._error = times, error
+        self._times, self._error, self._late = times, KafkaError(code), late
+        self._unanswered: list[TopicPartition] = []
         self.heard: list[TopicPartition] = []
 
     def commit(self, *, offsets: list[TopicPartition], asynchronous: Any) -> None:
+        assert not self._unanswered, "an offset was sent before the one before it was answered"
         self.heard += offsets
         if asynchronous and len(self.heard) <= self._times:
-            if self._error is not None:
-                self._part._answered(self._error, offsets)
+            self._unanswered += offsets
+            if not self._late:
+                self._answer()
         else:
             self._consumer.commit(offsets=offsets, asynchronous=asynchronous)
+
+    def consume(self, limit: int, seconds: float) -> list[Any]:
+        found = self._consumer.consume(limit, seconds)
+        if self._unanswered and not self._part._open:
+            self._answer()
+        return found
+
+    def _answer(self) -> None:
+        self._unanswered.clear()
+        self._part._answered(self._error, ())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._consumer, name)
 
 
-@pytest.mark.parametrize("error", [KafkaError(KafkaError._TIMED_OUT), None], ids=["failed", "unanswered"])
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 def test_the_end_of_a_topic_is_known_though_the_broker_did_not_hear_of_it_at_first(
-    kafka: Kafka, topic: str, source: KafkaSource, error: KafkaError | None
+    kafka: Kafka, topic: str, source: KafkaSource, late: bool
 ) -> None:
-    """An offset that failed is sent again at the next look, and one that was never answered when the reader ends."""
+    """An offset that failed is sent again: at the next look, or when the reader ends."""
     write_in_transactions(kafka, topic, 3)
     part = source.partition(0, Progress(), owner="one")
-    part._consumer = Deaf(part, 2, error)  # type: ignore[assignment]
+    part._consumer = Deaf(part, 2, late=late)  # type: ignore[assignment]
     found = read(part, 2)
     part.ack(found)
     given.patiently(lambda: not part.poll(1, bytes_max=1 << 20, timeout=MOMENT) and part.at_end)
@@ -150,7 +163,7 @@ def test_no_offset_is_sent_before_the_one_before_it_was_answered(kafka: Kafka, t
     """One that is tried again behind a later one would take it back."""
     write(kafka, topic, 0, 3)
     part = source.partition(0, Progress(), owner="one")
-    part._consumer = deaf = Deaf(part, 9, None)  # type: ignore[assignment]
+    part._consumer = deaf = Deaf(part, 9, late=True)  # type: ignore[assignment]
     for message in read(part, 3):
         part.ack([message])
     assert [asked.offset for asked in deaf.heard] == [1]
@@ -163,7 +176,8 @@ def test_a_group_that_the_reader_may_not_use_is_asked_once_for_each_offset(
 ) -> None:
     write(kafka, topic, 0, 2)
     part = source.partition(0, Progress(), owner="one")
-    part._consumer = deaf = Deaf(part, 9, KafkaError(KafkaError.GROUP_AUTHORIZATION_FAILED))  # type: ignore[assignment]
+    deaf = Deaf(part, 9, KafkaError.GROUP_AUTHORIZATION_FAILED, late=False)
+    part._consumer = deaf  # type: ignore[assignment]
     part.ack(read(part, 2))
     for _ in range(3):
         assert part.poll(1, bytes_max=1 << 20, timeout=MOMENT) == []

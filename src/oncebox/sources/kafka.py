@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 ANSWER_SECONDS = 5.0
 CLOSE_SECONDS = 10.0
 CHECK_SECONDS = 2.0  # between two looks at the topic
+LEAVE_MAX, LEAVE_WAIT = 1_000, 0.05
 UNREAD_MAX, UNREAD_BYTES_MAX, UNREAD_WAIT = 1_000, 16 * 1024 * 1024, timedelta(seconds=10)
 _MURMUR, _WORD = 0x5BD1_E995, 0xFFFF_FFFF
 _OURS = frozenset(
@@ -296,11 +297,14 @@ class KafkaPartition(SourcePartition):
 
     def _leave(self) -> None:
         """The broker's answer to the last word is waited for: a client that closes forgets what it could not send."""
-        if last := self._due or self._asked:
-            try:
-                self._consumer.commit(offsets=[last], asynchronous=False)
-            except KafkaException as error:
-                log.debug("%s: the group's offset was not committed: %s", self._source.shown, error)
+        ends = clock.monotonic() + CLOSE_SECONDS
+        try:
+            while self._asked is not None and clock.monotonic() < ends:
+                self._consumer.consume(LEAVE_MAX, LEAVE_WAIT)  # for the answer; records come again to the next reader
+            if self._due is not None and self._asked is None:
+                self._consumer.commit(offsets=[self._due], asynchronous=False)
+        except KafkaException as error:
+            log.debug("%s: the group's offset was not committed: %s", self._source.shown, error)
         self._consumer.close()
 
     @property

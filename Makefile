@@ -8,7 +8,7 @@ SOURCES := $(wildcard src tests benchmarks faults examples scripts)
 REQUIREMENTS := build/requirements.json
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest-spark check bench faults docs servers lock clean package dev spark
+.PHONY: help demo test test-all test-oldest-spark check bench faults docs servers lock clean package dev spark
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,10 +17,13 @@ demo: ## run a small shop, its relay and a processor on Spark, and kill them in 
 	@$(PYTHON) scripts/environment.py build demo spark
 	@$(RUN) examples/shop_chain.py
 
-test: spark ## run every test against real servers, and write build/requirements.json and docs/conformance.md
+test: spark ## run the tests against real servers, and write build/requirements.json and docs/conformance.md
 	@scripts/debian-packages pgbouncer=pgbouncer
-	@$(RUN) -m pytest -n $(JOBS) --dist loadgroup --max-worker-restart 0 --requirements $(REQUIREMENTS)
+	@$(RUN) -m pytest -n $(JOBS) --dist loadgroup --max-worker-restart 0 --requirements $(REQUIREMENTS) $(LENGTHS)
 	@$(RUN) -m oncebox.testing.requirements $(REQUIREMENTS) docs/requirements.md docs/conformance.md
+
+test-all: LENGTHS := -m ''
+test-all: test ## the same, and the outage grid in every length: some ten minutes more
 
 test-oldest-spark: spark ## run the tests of the Spark host on the oldest Spark that is supported
 	@$(PYTHON) scripts/environment.py build dev spark spark-oldest

@@ -38,7 +38,16 @@ PRODUCER = Suite("producer", ("tests/producer",))
 UNIT = Suite("unit", ("tests/unit",), never=("test_benchmarks", "test_faults", "test_requirements", "test_servers"))
 CLI = Suite("cli", ("tests/cli", "tests/unit/test_operations.py"))
 _ENGINE = ("breaker", "calls", "living", "rate", "settings")
-RELAY = Suite("relay", ("tests/relay", *(f"tests/unit/test_relay_{part}.py" for part in _ENGINE)))
+RELAY = Suite(
+    "relay",
+    (
+        "tests/relay",
+        *(f"tests/unit/test_relay_{part}.py" for part in _ENGINE),
+        "tests/spark/test_receipts.py",
+        "tests/spark/test_away.py",
+        "tests/spark/test_tickets.py",
+    ),
+)
 _STATES = ("sqlite", "rocksdb", "postgresql")
 _SOURCES = ("kafka", "valkey", "outbox")
 PROCESSOR = Suite(
@@ -50,7 +59,11 @@ PROCESSOR = Suite(
         "tests/sources",
         "tests/admin",
         "tests/crash/test_process_kills.py",
+        "tests/spark/test_stops.py",
+        "tests/spark/test_leadership.py",
+        "tests/spark/test_process_drain.py",
         "tests/crash/test_process_bad_days.py",
+        "tests/spark/test_batches.py",
     ),
 )
 

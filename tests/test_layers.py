@@ -15,8 +15,8 @@ SOURCE = Path(__file__).parent.parent / "src" / "oncebox"
 # Each room may import the rooms of the lines above its own, and itself.
 LAYERS = (
     {"errors", "clock"},
-    {"event", "config"},
-    {"retry", "telemetry", "registry"},
+    {"event", "config", "url"},
+    {"retry", "telemetry", "logs", "registry", "outage"},
     {"stores", "publishers"},
     {"states", "sources"},
     {"producer", "relay", "processor"},
@@ -43,6 +43,7 @@ DRIVERS = {
     "redis": ("publishers/valkey*.py", "sources/valkey*.py"),
     "confluent_kafka": ("publishers/kafka*.py", "sources/kafka*.py", "testing/kafka.py"),
     "pyspark": ("spark/*.py",),
+    "py4j": ("spark/*.py",),
     "pyarrow": ("spark/*.py",),
     "numpy": ("spark/*.py",),
     "pytest": ("testing/*.py",),

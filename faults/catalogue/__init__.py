@@ -8,7 +8,10 @@ from typing import Any
 from ..fault import Edit, Fault
 from ..suites import SUITES
 
-FILES = ("sqlite", "postgresql", "producer", "model", "operations", "relay", "processor")
+FILES = (
+    *("sqlite", "postgresql", "producer", "model", "operations", "relay", "destinations", "logs", "doctor"),
+    *("processor", "refusals", "large_letters", "secrets", "blame"),
+)
 
 
 def read(path: Path) -> Iterator[Fault]:

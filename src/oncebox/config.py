@@ -15,17 +15,11 @@ STORE_DEFAULT = "sqlite:///oncebox.db"
 OnDead = Literal["block", "skip"]
 
 LEASE_MAX = timedelta(days=1)  # of a control row: longer, and the events of a crashed relay are lost from sight
+SILENCE_LEASES = 3  # leases of silence after which a worker counts as gone, unless `silence_max` says otherwise
 CLAIM_MAX = 100_000  # events in one claim, of a control row
 
 _UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdw])")
-_PASSWORD = re.compile(r"(?<=://)([^/?#@:]*):.*@")  # up to the last @: a password may hold what should be encoded
-_SECRET_OPTION = re.compile(r"([?&][^=&]*(?:password|secret|token|key)[^=&]*=)[^&#]*", re.IGNORECASE)
-
-
-def hidden_password(url: str) -> str:
-    """The URL with its password, and any secret among its options, replaced: for messages and logs."""
-    return _SECRET_OPTION.sub(r"\1***", _PASSWORD.sub(r"\1:***@", url))
 
 
 def parse_duration(text: str) -> timedelta:
@@ -67,6 +61,7 @@ class Timing:
     heartbeat: timedelta = timedelta(seconds=7)
     reaper_interval: timedelta = timedelta(seconds=10)
     shutdown_timeout: timedelta = timedelta(seconds=20)
+    silence_max: timedelta | None = None  # None: three leases; see `silence`
 
     def __post_init__(self) -> None:
         for name in ("lease", "heartbeat", "reaper_interval", "shutdown_timeout"):
@@ -84,6 +79,16 @@ class Timing:
             raise InvalidSetting(
                 f"shutdown_timeout ({self.shutdown_timeout}) must not exceed the lease ({self.lease}): LR-031"
             )
+        if self.silence_max is not None and self.silence_max < self.lease:
+            raise InvalidSetting(
+                f"silence_max ({self.silence_max}) must be at least the lease ({self.lease}): a worker whose leases "
+                "hold is alive"
+            )
+
+    @property
+    def silence(self) -> timedelta:
+        """How long a worker may be silent until a reaper that cannot see its process removes it."""
+        return SILENCE_LEASES * self.lease if self.silence_max is None else self.silence_max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +121,16 @@ class Control:
             rows["lease"] = self.lease.total_seconds()
         rows |= {name: value for name in ("claim_max", "rate_max") if (value := getattr(self, name)) is not None}
         return rows
+
+    @classmethod
+    def changed_rows(cls, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that are named, as JSON values; null where the relay's own setting holds again."""
+        if unknown := changes.keys() - cls.__dataclass_fields__.keys():
+            raise InvalidSetting(
+                f"no setting {', '.join(sorted(unknown))}; known: {', '.join(cls.__dataclass_fields__)}"
+            )
+        rows = cls(**changes).to_rows()
+        return {name: rows.get(name) for name in changes}
 
     @classmethod
     def from_rows(cls, rows: Mapping[str, Any]) -> "Control":

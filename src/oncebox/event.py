@@ -40,8 +40,8 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {  # LC-01: what is absent is fo
 TERMINAL = frozenset({State.PUBLISHED, State.DEAD})
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-EVENT_TYPE_MAX = 255  # characters; so for the others
-KEY_MAX = 512
+EVENT_TYPE_MAX = 240  # bytes in UTF-8: brokers and file systems take little more in a name, and a prefix must fit
+KEY_MAX = 512  # characters; so for the others
 CONTENT_TYPE_MAX = 255
 HEADERS_MAX = 64
 DELAY_MAX = timedelta(days=3650)
@@ -51,6 +51,13 @@ HEADERS_BYTES_MAX = 32_768
 PAYLOAD_BYTES_LIMIT = 256 * 1024 * 1024  # what every store takes; the producer's own limit is lower
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+# Unicode's categories Cc, Cf, Zl and Zp: control characters and invisible ones. The databases have the same list, for
+# writers that do not use this module.
+_INVISIBLE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f\u2028-\u202e"
+    "\u2060-\u206f\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3"
+    "\U0001d173-\U0001d17a\U000e0001-\U000e007f]"
+)
 
 JSON_TYPE = "application/json"
 TEXT_TYPE = "text/plain; charset=utf-8"
@@ -105,10 +112,8 @@ class NewEvent:
 
     def __post_init__(self) -> None:
         """Refuse what no store could keep or no broker could carry, before anything is written."""
-        check_name("event_type", self.event_type, EVENT_TYPE_MAX)
+        check_type(self.event_type)
         check_name("content_type", self.content_type, CONTENT_TYPE_MAX)
-        if any(character.isspace() for character in self.event_type):
-            raise InvalidEvent("event_type", f"{self.event_type!r} contains white space; use names like order.created")
         for name in ("ordering_key", "partition_key"):
             if getattr(self, name) is not None:
                 check_name(name, getattr(self, name), KEY_MAX)
@@ -205,6 +210,18 @@ def check_name(field_name: str, value: object, limit: int) -> None:
         raise InvalidEvent(field_name, f"has {len(value)} characters; give 1 to {limit}")
     if not value.isprintable() and _CONTROL.search(value):
         raise InvalidEvent(field_name, f"{value!r} contains a control character or a lone surrogate")
+
+
+def check_type(value: object) -> None:
+    """Refuse an event type that no broker could take as part of a name, under any setting."""
+    check_name("event_type", value, EVENT_TYPE_MAX)
+    assert isinstance(value, str)
+    if (size := len(value.encode())) > EVENT_TYPE_MAX:
+        raise InvalidEvent("event_type", f"has {size} bytes in UTF-8; give 1 to {EVENT_TYPE_MAX}")
+    if any(character.isspace() for character in value):
+        raise InvalidEvent("event_type", f"{value!r} contains white space; use names like order.created")
+    if found := _INVISIBLE.search(value):
+        raise InvalidEvent("event_type", f"{value!r} contains the invisible U+{ord(found[0]):04X}; remove it")
 
 
 def check_payload(value: object, limit: int) -> None:

@@ -4,8 +4,8 @@ import difflib
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from .config import hidden_password
 from .errors import UsageError
+from .url import hidden_password
 
 STORE_GROUP = "oncebox.stores"
 
@@ -19,7 +19,7 @@ def registered(group: str, url: str, unknown: type[UsageError], *, name: str | N
     near = difflib.get_close_matches(scheme, known, n=1)
     hint = f"did you mean {near[0]}:? " if near else ""
     kind = group.partition(".")[2].removesuffix("s")
-    raise unknown(f"no {kind} for {hidden_password(url)!r}; {hint}known: {', '.join(sorted(known))}")
+    raise unknown(f"no {kind} for {hidden_password(url)}; {hint}known: {', '.join(sorted(known))}")
 
 
 def _loaded(entry: EntryPoint, group: str, unknown: type[UsageError]) -> Any:

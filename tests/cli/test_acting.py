@@ -1,5 +1,7 @@
 """The commands that act."""
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from uuid import UUID
 
@@ -308,3 +310,13 @@ def test_readers_are_listed_and_struck_off(cli: Cli, store: OutboxStore) -> None
     assert cli("readers", "--forget", "billing", "--yes").out == "forgot billing\n"
     assert store.readers() == {}
     assert last_audit(cli) == ("forget reader", 1)
+
+
+def test_migrate_refuses_a_schema_that_is_newer(process: Cli, store: OutboxStore, store_url: str) -> None:
+    with closing(sqlite3.connect(store_url.removeprefix("sqlite:///"))) as file, file:
+        file.execute("INSERT INTO oncebox_schema SELECT max(number) + 1, 'later', 0 FROM oncebox_schema")
+    for words in (["migrate"], ["init"], ["migrate", "--dry-run"]):
+        refused = process(*words)
+        assert (refused.code, refused.out) == (1, "")
+        assert "and this version knows the migrations up to" in refused.err
+    assert process("stats").code == 0  # it runs on the next schema

@@ -1,8 +1,11 @@
 """`oncebox doctor` and `oncebox reap`: what is wrong, what to do, and an exit code that a deployment can ask for."""
 
 import os
+import re
 import signal
+import sqlite3
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,7 +16,7 @@ import pytest
 from oncebox import clock
 from oncebox.config import Control
 from oncebox.relay.living import this_process
-from oncebox.stores.base import OutboxStore
+from oncebox.stores.base import OutboxStore, Worker
 from tests.cli.steps import LEASE, Cli, command, dead, pending
 
 
@@ -137,3 +140,143 @@ def test_a_reaper_of_its_own_reaps_until_it_is_told_to_stop(
 @pytest.mark.parametrize("words", [["reap", "--interval", "0s"], ["reap", "--intervall", "5s"], ["doctor", "--too"]])
 def test_wrong_use_is_said(cli: Cli, store: OutboxStore, words: list[str]) -> None:
     assert cli(*words).code == 2
+
+
+# --- destinations -----------------------------------------------------------------------------------------------------
+
+
+def report(store: OutboxStore, destination: str, reason: str = "no such topic") -> None:
+    store.report_failing(
+        relay="relay",
+        destination=destination,
+        reason=reason,
+        worker="relay/1",
+        event_types=None,
+        valid_for=timedelta(minutes=3),
+    )
+
+
+def age_reports(tmp_path: Path, seconds: int) -> None:
+    with sqlite3.connect(tmp_path / "oncebox.db") as file:
+        file.execute("update oncebox_destination set failing_since = failing_since - ?", (seconds * 1000,))
+    file.close()
+
+
+@pytest.mark.requirement("LR-042")
+def test_a_destination_that_has_failed_for_more_than_a_minute_fails_the_doctor(
+    cli: Cli, store: OutboxStore, tmp_path: Path
+) -> None:
+    with reaper(store):
+        report(store, "orders")
+        young = findings(cli)["destination"]
+        assert young["well"] is True
+        age_reports(tmp_path, 61)
+        old = findings(cli)["destination"]
+        assert old["well"] is False
+        assert re.match(r"destination orders has failed for 6\d s: no such topic; 0 events wait for", str(old["says"]))
+        store.remove_failing(relay="relay", destinations=["orders"])
+        assert "destination" not in findings(cli)
+
+
+# --- DEAD events ------------------------------------------------------------------------------------------------------
+
+
+def test_dead_events_fail_the_doctor_and_their_newest_reasons_are_shown(cli: Cli, store: OutboxStore) -> None:
+    with reaper(store):
+        assert "dead" not in findings(cli)
+        dead(store, 2, error="HTTP 410: gone")
+        dead(store, 1, error="too large\nfor this broker")
+        found = findings(cli)["dead"]
+    assert found["well"] is False
+    assert found["says"] == "3 events are DEAD; the newest: too large; HTTP 410: gone"
+    assert "oncebox list --state DEAD" in str(found["advice"])
+
+
+# --- relays -----------------------------------------------------------------------------------------------------------
+
+SIGN_ON = """
+import sys, time
+from oncebox.relay.living import this_process
+from oncebox.wiring import open_store
+store = open_store(sys.argv[1])
+store.sign_on(this_process("relay/victim", "relay", lease=3600.0))
+store.sign_on(this_process("reaper/victim", "reaper", interval=3600.0))
+print("signed on", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.requirement("LR-052")
+def test_a_relay_that_was_killed_on_this_machine_is_reported_at_once(
+    cli: Cli, store: OutboxStore, store_url: str
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", SIGN_ON, store_url], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "signed on\n"
+        assert findings(cli)["reaper"]["well"] is True
+        process.kill()
+        process.wait()
+    document = cli("doctor", "--no-spark", "--json").json
+    assert document["well"] is False
+    said = [one["says"] for one in document["findings"] if not one["well"]]
+    assert f"relay relay/victim (process {process.pid}) was killed, or crashed" in said
+    assert any("none is alive; reaper/victim" in one for one in said)
+
+
+@pytest.mark.requirement("LR-052")
+def test_a_worker_of_another_machine_is_silent_once_its_own_lease_is_over(cli: Cli, store: OutboxStore) -> None:
+    for name, lease in (("short", 0.2), ("long", 60.0)):
+        details = {"machine": "another", "born": "1", "lease": lease}
+        store.sign_on(Worker(worker_id=f"relay/{name}", kind="relay", host="other", pid=1, details=details))
+    with reaper(store):
+        clock.sleep(0.3)
+        document = cli("doctor", "--no-spark", "--json").json
+    silent = [one["says"] for one in document["findings"] if not one["well"]]
+    assert len(silent) == 1
+    assert re.fullmatch(r"relay relay/short has been silent for \d+ s", silent[0])
+
+
+def test_two_relays_on_one_receipts_path_are_a_finding(cli: Cli, store: OutboxStore) -> None:
+    with reaper(store):
+        store.sign_on(this_process("relay/1", "relay", receipts="/var/receipts"))
+        store.sign_on(this_process("relay/2", "relay", receipts="/var/others"))
+        other: dict[str, object] = {"machine": "another", "born": "1", "receipts": "/var/receipts"}
+        store.sign_on(Worker(worker_id="relay/3", kind="relay", host="other", pid=1, details=other))
+        assert "receipts" not in findings(cli)  # the same path of another machine is another path
+        store.sign_on(this_process("relay/4", "relay", receipts="/var/receipts"))
+        found = findings(cli)["receipts"]
+        assert found["well"] is False
+        assert "/var/receipts" in str(found["says"])
+        assert "relay/1 (process" in str(found["says"])
+        assert "relay/4 (process" in str(found["says"])
+        store.sign_off("relay/4")
+        for name in ("relay/5", "relay/6"):
+            details = {**other, "receipts": "s3a://bucket/receipts", "machine": name}
+            store.sign_on(Worker(worker_id=name, kind="relay", host=name, pid=1, details=details))
+        assert "s3a://bucket/receipts" in str(findings(cli)["receipts"]["says"])
+
+
+def test_relays_from_cron_are_well_until_events_wait_for_too_long(cli: Cli, store: OutboxStore) -> None:
+    pending(store, 2)
+    assert cli("doctor", "--no-spark").code == 1
+    assert cli("doctor", "--no-spark", "--cron").code == 0
+    store.claim(worker="w", limit=1, lease=timedelta(milliseconds=1))
+    clock.sleep(0.01)
+    assert cli("doctor", "--no-spark", "--cron").code == 0  # the next run reaps it
+    found = findings(cli, "--cron", "--waiting-max", "1ms")
+    assert {about for about, one in found.items() if not one["well"]} == {"backlog", "claims"}
+    dead(store)
+    assert cli("doctor", "--no-spark", "--cron").code == 1
+
+
+def test_a_check_that_fails_hides_no_other(cli: Cli, store: OutboxStore, tmp_path: Path) -> None:
+    with reaper(store):
+        dead(store)
+        with sqlite3.connect(tmp_path / "oncebox.db") as file:
+            file.execute("drop table oncebox_destination")
+            file.execute("drop table oncebox_setting")
+        file.close()
+        found = findings(cli)
+    assert found["destinations"]["well"] is False
+    assert found["store"]["well"] is False  # its numbers need the settings
+    assert {"disk", "reaper"} <= {about for about, one in found.items() if one["well"]}

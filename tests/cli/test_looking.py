@@ -1,6 +1,8 @@
 """The commands that look."""
 
 import json
+import re
+from datetime import timedelta
 
 import pytest
 
@@ -237,3 +239,25 @@ def test_json_answers_are_plain_ascii(cli: Cli) -> None:
     answer = cli("add", "order.created", "grüße", "--json")
     assert answer.out.isascii()
     assert json.loads(answer.out)["payload"] == "grüße"
+
+
+def test_stats_lists_failing_destinations(cli: Cli, store: OutboxStore) -> None:
+    assert cli("stats", "--json").json["failing_destinations"] == []
+    assert "FAILING" not in cli("stats").out
+    pending(store, 3)
+    for destination, reason in (("order.created", "no such topic"), ("", "connection refused")):
+        store.report_failing(
+            relay="relay",
+            destination=destination,
+            reason=reason,
+            worker="relay/1",
+            event_types=None,
+            valid_for=timedelta(minutes=3),
+        )
+    broker, topic = sorted(cli("stats", "--json").json["failing_destinations"], key=lambda one: one["reason"])
+    assert (topic["destination"], topic["waiting"], topic["waiting_more"]) == ("order.created", 3, False)
+    assert (broker["destination"], broker["reason"]) == (None, "connection refused")
+    assert 0 <= topic["reported_seconds_ago"] <= topic["failing_seconds"] < 60
+    shown = cli("stats").out
+    assert re.search(r"destination order\.created +0?\d*s +3 +\d+s ago +no such topic", shown)
+    assert re.search(r"the broker +\d+s +3 +\d+s ago +connection refused", shown)

@@ -84,3 +84,30 @@ def test_a_database_that_dies_in_a_replay_is_told_with_how_far_it_came() -> None
     assert (process.returncode, out) == (1, b"")
     assert re.search(r"\d+ events replayed so far; go on with --after \d+", err.decode()), err
     assert b"Traceback" not in err
+
+
+@pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII"])
+def test_init_refuses_a_database_that_cannot_hold_every_event_and_says_what_to_do(
+    process: Cli, postgresql: PostgreSQL, encoding: str
+) -> None:
+    name = f"in_{encoding.lower()}"
+    postgresql.psql(f"create database {name} encoding '{encoding}' lc_collate 'C' lc_ctype 'C' template template0")
+    url = postgresql.database_url(name)
+    for words in (["init"], ["init", "--dry-run"], ["migrate"]):
+        refused = process(*words, "--store", url)
+        assert refused.code == 2
+        assert encoding in refused.err
+        assert "encoding 'UTF8' template template0" in refused.err
+    assert postgresql.psql("select count(*) from pg_namespace where nspname = 'oncebox'", url) == "0"
+
+
+def test_migrate_refuses_a_schema_that_is_newer(
+    process: Cli, store: OutboxStore, postgresql: PostgreSQL, store_url: str
+) -> None:
+    newest = len(postgresql.psql("select number from oncebox.schema_version", store_url).split())
+    postgresql.psql(f"insert into oncebox.schema_version (number, name) values ({newest + 1}, 'later')", store_url)
+    for words in (["migrate"], ["init"], ["migrate", "--dry-run"]):
+        refused = process(*words)
+        assert (refused.code, refused.out) == (1, "")
+        assert f"has schema {newest + 1}" in refused.err
+    assert process("stats").code == 0  # it runs on the next schema

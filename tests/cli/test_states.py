@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from oncebox import open_store
+from oncebox.clock import uuid7
+from oncebox.errors import StateBehind
+from oncebox.event import NewEvent
 from oncebox.processor.memory import encoded
 from oncebox.states.base import Space, StatePartition, StateStore, Write
 from oncebox.testing.servers import Valkey
 from oncebox.wiring import open_state
 from tests.cli.steps import Cli
-from tests.processor.brokers import Totals, orders, publish, run
+from tests.processor.brokers import Totals, engines, orders, publish, run
 
 
 @pytest.fixture(params=["sqlite", "rocksdb", "postgresql"])
@@ -167,3 +171,40 @@ def test_a_state_is_copied_to_other_partitions_once_nobody_holds_it(
     for url in (old, new):
         (entry,) = process("dlq", "audit", "totals", "--state", url, "--json").json
         assert (entry["action"], entry["who"]) == ("repartition", "ada@desk")
+
+
+@pytest.mark.parametrize("mode", ["claim", "read"])
+def test_a_loss_is_accepted_and_audited_and_then_there_is_nothing_to_accept(
+    process: Cli, state_url: str, tmp_path: Path, mode: str
+) -> None:
+    outbox = f"sqlite:///{tmp_path}/outbox.db"
+    with closing(open_store(outbox, check_schema=False)) as store:
+        store.migrate()
+        store.append([NewEvent(event_id=uuid7(), event_type="order.created", payload=b"1") for _ in range(12)])
+    source, totals = f"outbox+{outbox}?mode={mode}", Totals()
+    with closing(open_state(state_url)) as states:
+        assert run(totals.app, source, states, 12)
+    words = ("state", "accept-loss", "totals", "--state", state_url, "--from", source)
+    nothing = process(*words, "--why", "to see")
+    assert (nothing.code, nothing.out.startswith("nothing to accept: totals")) == (0, True)
+
+    other = f"sqlite:///{tmp_path}/other"  # a new state in place of one that is lost
+    with closing(open_state(other)) as states, pytest.raises(StateBehind), engines(totals.app, source, states):
+        pass
+    words = (*words[:4], other, *words[5:])
+    unsaid = process(*words)
+    assert (unsaid.code, "--why" in unsaid.err) == (2, True)
+    assert process(*words, "--partition", "1", "--why", "typo").code == 2
+    with closing(open_state(other)) as states, closing(states.own("totals", 0, 1, owner="living")):
+        held = process(*words, "--why", "too early")
+        assert (held.code, "stop it first" in held.err) == (1, True), held.err
+    done = process(*words, "--why", "disk lost", "--json")
+    (loss,) = done.json["accepted"]
+    assert (done.code, loss["partition"], loss["events"]) == (0, 0, 12)
+    (entry,) = process("dlq", "audit", "totals", "--state", other, "--json").json
+    assert (entry["action"], entry["who"], entry["why"], entry["done"]) == ("accept-loss", "ada@desk", "disk lost", 12)
+    assert process(*words, "--why", "again", "--json").json["accepted"] == []
+    with closing(open_state(other)) as states, engines(totals.app, source, states) as found:
+        assert found[0][0].step().idle
+    wrong = process("state", "accept-loss", "totols", *words[3:], "--why", "typo")
+    assert (wrong.code, "did you mean totals?" in wrong.err) == (2, True)

@@ -12,6 +12,8 @@ from oncebox.testing import Arrived, PublisherConformance
 class TestFile(PublisherConformance):
     publisher_type = FilePublisher
     has_broker = False
+    illegal_type = "order.ü" * 25
+    illegal_template = "shop." * 49
 
     @pytest.fixture
     def url(self, tmp_path: Path) -> str:

@@ -34,6 +34,8 @@ class TestKafka(PublisherConformance):
     publisher_type = KafkaPublisher
     large_bytes = 1_000_000
     oversized_bytes = OVERSIZED
+    illegal_type = "order/created"
+    illegal_template = "bad topic {event_type}"
     partitions = 1
 
     @pytest.fixture

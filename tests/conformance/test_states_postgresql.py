@@ -20,11 +20,19 @@ from oncebox.testing.stating.base import patiently
 class TestPostgreSQLState(StateConformance):
     state_type = PostgreSQLStateStore
     has_server = True
+    can_set_back = True
     bad_urls = ("postgresql://h/d?pool_max=0", "postgresql://h/d?nonsense=1", "postgresql://[/d")
 
     @pytest.fixture
     def url(self, postgresql_url: str) -> str:
         return postgresql_url
+
+    def set_back(self, url: str, processor: str, number: int) -> None:
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute(
+                "update oncebox_state.partition set epoch = epoch - 1 where processor = %s and number = %s",
+                (processor, number),
+            )
 
     @pytest.fixture
     def own_server(self) -> Iterator[PostgreSQL]:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import cast
+from urllib.parse import unquote
 
 import pytest
 
@@ -13,11 +14,18 @@ from oncebox.testing import StateConformance
 
 class TestRocksDBState(StateConformance):
     state_type = RocksDBStateStore
+    can_set_back = True
     bad_urls = ("rocksdb://", "rocksdb:///", "rocksdb://host/folder", "rocksdb:///x?sync=off")
 
     @pytest.fixture
     def url(self, tmp_path: Path) -> str:
         return f"rocksdb:///{tmp_path}/a%20folder"
+
+    def set_back(self, url: str, processor: str, number: int) -> None:
+        """In the database that the owners of this process share."""
+        path = Path(unquote(url.removeprefix("rocksdb:///"))) / processor / f"{number}.rocksdb"
+        database = rocksdb._Database.opened[path.absolute()]
+        database.rocks.put(b"epoch", str(database.epoch - 1).encode())
 
     @pytest.mark.requirement("EO-01")
     def test_each_commit_is_one_sync_of_the_log(self, url: str) -> None:

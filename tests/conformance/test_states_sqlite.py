@@ -1,7 +1,9 @@
 """The SQLite state store keeps every rule of the kit."""
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -12,11 +14,17 @@ from oncebox.testing import StateConformance
 
 class TestSQLiteState(StateConformance):
     state_type = SQLiteStateStore
+    can_set_back = True
     bad_urls = ("sqlite://", "sqlite:///", "sqlite://host/folder", "sqlite:///:memory:", "sqlite:///x?mode=ro")
 
     @pytest.fixture
     def url(self, tmp_path: Path) -> str:
         return f"sqlite:///{tmp_path}/a%20folder"
+
+    def set_back(self, url: str, processor: str, number: int) -> None:
+        folder = unquote(url.removeprefix("sqlite:///"))
+        with closing(sqlite3.connect(f"{folder}/{processor}/{number}.sqlite", isolation_level=None)) as file:
+            file.execute("UPDATE owner SET epoch = epoch - 1")
 
     @pytest.mark.requirement("EO-01")
     def test_a_commit_is_synced_and_its_tables_bear_the_names_of_the_spaces(self, url: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 import oncebox.sources.kafka
 import oncebox.sources.valkey
@@ -35,7 +36,7 @@ PATIENCE_SECONDS = 100.0
 LIVES_MAX = 40
 KILLED = -signal.SIGKILL
 
-QUICK = {"retry_delay": timedelta(milliseconds=1), "retry_delay_max": timedelta(milliseconds=2)}
+QUICK: dict[str, Any] = {"retry_delay": timedelta(milliseconds=1), "retry_delay_max": timedelta(milliseconds=2)}
 app = Processor("totals", max_retries=2, limits=Limits(batch_max=8), **QUICK)
 second = Processor("largest", max_retries=2, limits=Limits(batch_max=8), **QUICK)
 

@@ -142,7 +142,7 @@ def live(orders: Orders, seed: int) -> None:
         if step == orders.stop_at:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    worker = RelayWorker(parts, settings, worker_id=new_worker_id("relay", "process"), relay=orders.relay, at=at)
+    worker = RelayWorker(parts, settings, worker_id=new_worker_id("relay/process"), relay=orders.relay, at=at)
     with worker:
         until = clock.monotonic() + PATIENCE_SECONDS
         for batch in worker.run(until=until, drain=not orders.goal, stopped=lambda: reached(parts.store, orders.goal)):

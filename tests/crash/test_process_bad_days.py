@@ -16,6 +16,8 @@ from oncebox import Query, clock
 from oncebox.errors import StateInUse
 from oncebox.event import NewEvent
 from oncebox.processor.inbox import identities_in
+from oncebox.processor.records import progress_bytes, progress_from
+from oncebox.sources.base import Progress
 from oncebox.states.base import Space, Write
 from oncebox.testing import guard
 from oncebox.testing.kafka import Kafka
@@ -362,8 +364,14 @@ def from_the_start(kind: str, made: Source, order: Order, valkey_url: str) -> No
     with closing(open_state(order.state)) as states:
         for number in range(states.processors()["totals"]):
             with closing(states.own("totals", number, states.processors()["totals"], owner="operator")) as state:
-                kept = [key for key, _ in state.scan(Space.CHECKPOINTS) if not key.startswith(b"\0")]
-                state.commit([Write(Space.CHECKPOINTS, key, None) for key in kept])
+                kept = [entry for entry in state.scan(Space.CHECKPOINTS) if not entry[0].startswith(b"\0")]
+                state.commit([Write(Space.CHECKPOINTS, key, set_back(value)) for key, value in kept])
+
+
+def set_back(checkpoint: bytes) -> bytes:
+    """A checkpoint of the same log, at its start; without one the group would remember more than the state."""
+    _, mark, *_ = progress_from(checkpoint).low or (0, 0)
+    return progress_bytes(Progress((-1, mark)))
 
 
 @pytest.mark.requirement("EO-03", "EO-05", "EO-11")

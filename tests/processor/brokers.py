@@ -11,7 +11,7 @@ from oncebox.event import Claim
 from oncebox.processor import Context, Permanent, Processor
 from oncebox.processor.engine import Engine
 from oncebox.processor.memory import decoded
-from oncebox.processor.records import progress_from
+from oncebox.processor.opening import open_engine
 from oncebox.producer.payload import Encoder
 from oncebox.states.base import Space, StatePartition, StateStore
 from oncebox.testing.publishing import given
@@ -65,19 +65,10 @@ def engines(
         found: list[tuple[Engine, StatePartition]] = []
         for number in range(count):
             state = stack.enter_context(closing(states.own(app.name, number, count, owner=owner)))
-            name = source.name.encode()
-            progress = progress_from(state.get(Space.CHECKPOINTS, [name]).get(name))
-            part = stack.enter_context(closing(source.partition(number, progress, owner=owner)))
-            engine = Engine(
-                app,
-                part,
-                state,
-                source_name=source.name,
-                log_source=source.capabilities.positions,
-                encode=Encoder().payload,
-                outbox=outbox,
-                at=at,
+            engine = open_engine(
+                app, source, number, state, owner=owner, encode=Encoder().payload, outbox=outbox, at=at
             )
+            stack.callback(engine._source.close)
             found.append((engine, state))
         yield found
 

@@ -1,13 +1,16 @@
 """Processors over Kafka and Valkey, against real servers: each event has its effect once."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from oncebox.admin import LetterQuery, Letters
-from oncebox.states.base import StateStore
-from tests.processor.brokers import Totals, orders, publish, run, state_of, sums
+from oncebox.processor.records import progress_from
+from oncebox.states.base import Space, StateStore
+from oncebox.testing.kafka import Kafka
+from tests.processor.brokers import Totals, engines, orders, publish, run, state_of, sums
 from tests.processor.stage import STEPS, dies_at
 
 AMOUNTS = range(60)
@@ -65,3 +68,23 @@ def test_a_dead_letter_of_a_broker_is_redriven_once(broker: Broker, states: Stat
     assert [amount for amount in totals.runs if amount % 7 == 3] == [3, 10, 17, 31, 45], "in the order of their key"
     assert letters.count() == 0
     assert (letters.became(asked).done, letters.became(asked).done_at is not None) == (5, True)
+
+
+@pytest.mark.requirement("EO-02", "EO-03")
+def test_a_start_at_the_end_is_kept_though_nothing_came_before_the_next_shift(kafka: Kafka, states: StateStore) -> None:
+    topic = kafka.create_topic(partitions=2)
+    to, source = f"{kafka.url}&destination={topic}", f"{kafka.url}&topic={topic}&start=latest"
+    totals = Totals()
+    publish(to, orders(AMOUNTS[:20]))
+    with engines(totals.app, source, states) as first:
+        for engine, _ in first:
+            assert engine.step().idle
+            engine.close()
+    publish(to, orders(AMOUNTS[20:]))  # between two shifts nobody reads
+    assert run(totals.app, source, states, len(AMOUNTS) - 20)
+    assert state_of(states) == sums(AMOUNTS[20:])
+    for number in range(2):
+        with closing(states.look("totals", number)) as view:
+            low = progress_from(view.get(Space.CHECKPOINTS, [f"kafka:{topic}".encode()]).popitem()[1]).low
+        assert low is not None
+        assert len(low) == 3, "the offset, the mark of the topic, the epoch of the leader"

@@ -11,7 +11,6 @@ import psycopg
 import pytest
 
 from oncebox import Event, Fenced, InvalidSetting
-from oncebox.errors import TransactionEnded
 from oncebox.processor import Context, Permanent, Processor
 from oncebox.processor.engine import NoOutbox
 from oncebox.processor.memory import decoded
@@ -177,27 +176,25 @@ def test_a_batch_that_nobody_asked_a_connection_in_begins_no_transaction(states:
     assert begun == [False]
 
 
-def test_a_handler_that_closes_its_connection_loses_the_batch_and_stops_the_processor(postgresql_url: str) -> None:
-    app = ledger(postgresql_url)
-    closes = [True]
+def test_a_handler_that_closes_its_connection_has_failed_and_the_others_of_its_batch_go_on(postgresql_url: str) -> None:
+    app = ledger(postgresql_url, max_retries=1)
 
     @app.default
     def close(event: Event, ctx: Context) -> None:
         ctx.connection.execute("insert into paid values ('closed', 1)")
-        if closes:
-            ctx.connection.close()
+        ctx.connection.close()
 
     log = Log()
     log.add(event("a", 1))
     log.add(event("b", 1, "other"))
     states = open_state(postgresql_url)
     lives = Lives(app, log, states)
-    with pytest.raises(TransactionEnded, match="has ended while a handler had its connection"):
-        lives.live()
-    closes.clear()
-    lives.until_done()
-    assert written(states, app) == [("a", 1), ("closed", 1)]
-    assert not lives.entries(Space.DEAD_LETTERS)
+    lives.until_done(lives=1)
+    assert written(states, app) == [("a", 1)]
+    (letter,) = map(dead_letter_from, lives.entries(Space.DEAD_LETTERS).values())
+    assert (letter.failures, letter.event.ordering_key) == (2, "b")
+    assert letter.error.startswith("TransactionEnded: ")
+    assert "has ended while a handler had its connection" in letter.error
     states.close()
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from oncebox import Event, Fenced, OutboxStore, clock
 from oncebox.processor import Context, Permanent, Processor
-from oncebox.processor.engine import NoOutbox
+from oncebox.processor.engine import DIED, NoOutbox
 from oncebox.processor.inbox import identities_in
 from oncebox.processor.memory import decoded
 from oncebox.processor.records import dead_letter_from, progress_from
@@ -68,7 +68,7 @@ def test_the_checkpoint_is_there_with_the_state_and_not_before(states: StateStor
     log.add(event(amount=5))
     lives = Lives(totals(), log, states, outbox)
     assert not lives.live(dies_at("handled"))
-    assert (sums(lives), progress_from(lives.entries(Space.CHECKPOINTS)[b"log"])) == ({}, Progress())
+    assert (sums(lives), progress_from(lives.entries(Space.CHECKPOINTS).get(b"log"))) == ({}, Progress())
     assert not lives.live(dies_at("committed"))
     assert sums(lives) == {"k": 5}
     assert progress_from(lives.entries(Space.CHECKPOINTS)[b"log"]).low == log.messages[0].position
@@ -295,6 +295,7 @@ def test_unknown_types_are_skipped_and_counted_unless_there_is_a_default(states:
     lives = Lives(app, log, states)
     lives.until_done()
     assert sum(done.unhandled for done in lives.rounds) == 1
+    assert sum(done.handled for done in lives.rounds) == 0
     handled: list[str] = []
     app.default(lambda event, _: handled.append(event.event_type))
     log.add(event(event_type="another"))
@@ -366,12 +367,11 @@ def test_the_source_is_told_what_is_still_worked_on(states: StateStore, monkeypa
     assert set(log.held) == {message.position for message in log.messages}
 
 
-def test_where_a_log_began_is_kept_before_anything_is_done(states: StateStore) -> None:
+def test_where_a_log_began_is_kept_when_it_is_opened(states: StateStore) -> None:
     log = Log()
     log.origin = (5,)
-    log.add(event())
     lives = Lives(totals(), log, states)
-    assert not lives.live(dies_at("marked"))
+    assert lives.live()
     assert progress_from(lives.entries(Space.CHECKPOINTS)[b"log"]).low == (5,)
 
 
@@ -395,7 +395,7 @@ def test_whatever_happens_the_totals_are_right(
     from oncebox.processor.app import Limits
 
     folder = tmp_path_factory.mktemp("lives")
-    app = Processor("model", max_retries=100, limits=Limits(batch_max=batch), **QUICK)
+    app = Processor("model", max_retries=100, limits=Limits(batch_max=batch), **QUICK)  # type: ignore[arg-type]
 
     @app.on("order.created")
     def total(event: Event, ctx: Context) -> None:
@@ -423,3 +423,57 @@ def test_whatever_happens_the_totals_are_right(
     dead = {int(dead_letter_from(one).event.payload) for one in lives.entries(Space.DEAD_LETTERS).values()}
     assert dead == unlucky & set(range(len(keys)))
     states.close()
+
+
+@pytest.mark.requirement("EM-24", "EO-08")
+def test_a_handler_cannot_change_its_event(states: StateStore) -> None:
+    app = Processor("meddling", max_retries=1, **QUICK)  # type: ignore[arg-type]
+    told: list[object] = []
+
+    @app.on("order.created")
+    def meddles(event: Event, _: Context) -> None:
+        headers: Any = event.headers
+        metadata: Any = event.metadata
+        told.append((dict(headers), metadata["in"]["side"], metadata["list"][0]["a"]))
+        for mapping in (headers, metadata, metadata["in"], metadata["list"], metadata["list"][0]):
+            with pytest.raises(TypeError):
+                mapping["side"] = "other"
+        for change in (headers, "update"), (metadata["list"], "append"):
+            with pytest.raises(AttributeError):
+                getattr(*change)
+        raise ValueError("no")
+
+    log = Log()
+    given = event()._replace(headers={"tenant": "a"}, metadata={"in": {"side": 1}, "list": [{"a": 1}]})
+    log.add(given)
+    lives = Lives(app, log, states)
+    lives.until_done()
+    assert told == [({"tenant": "a"}, 1, 1)] * 2
+    (letter,) = map(dead_letter_from, lives.entries(Space.DEAD_LETTERS).values())
+    assert letter.event == given
+
+
+@pytest.mark.requirement("EO-07", "EO-08")
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_lower_number_of_retries_keeps_the_true_error(states: StateStore, dies: bool) -> None:
+    """The letter said that the process had died, of an event whose handler had raised."""
+    app = Processor("lowered", max_retries=5, **QUICK)  # type: ignore[arg-type]
+
+    @app.on("order.created")
+    def fails(_: Event, __: Context) -> None:
+        if dies:
+            raise Died
+        raise ValueError("the bank said no")
+
+    log = Log()
+    log.add(event())
+    lives = Lives(app, log, states)
+    for _ in range(3):
+        assert not lives.live(turns=1)
+        clock.sleep(0.01)
+    app.max_retries = 0
+    lives.until_done()
+    (letter,) = map(dead_letter_from, lives.entries(Space.DEAD_LETTERS).values())
+    assert letter.failures >= 2
+    assert letter.error == (DIED if dies else "ValueError: the bank said no")
+    assert lives.entries(Space.RETRIES) == {}

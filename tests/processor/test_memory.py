@@ -1,13 +1,19 @@
 """What handlers see of the state is what was committed, however much of it is remembered."""
 
+from collections.abc import Iterator
+from contextlib import closing
 from datetime import timedelta
+from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oncebox import clock
 from oncebox.processor.memory import Entry, Memory, Overlay, writes
+from oncebox.states.base import StatePartition
 from oncebox.wiring import open_state
 
 KEYS = st.sampled_from("abcdef")
@@ -74,3 +80,98 @@ def test_what_no_store_can_keep_is_the_handlers_error(tmp_path: Path, key: str, 
             overlay.get(key)
     state.close()
     store.close()
+
+
+BRIEF, LONG = timedelta(milliseconds=150), timedelta(hours=1)
+
+
+@pytest.fixture
+def partition(tmp_path: Path) -> Iterator[StatePartition]:
+    with closing(open_state(f"sqlite:///{tmp_path}")) as store, closing(store.own("m", 0, 1, owner="test")) as state:
+        yield state
+
+
+class Size(IntEnum):
+    LARGE = 3
+
+
+@pytest.mark.parametrize("number", [12.5, 1.0, True, False, "1", None, b"1", float("nan"), [1]], ids=repr)
+def test_a_counter_takes_whole_numbers_only_and_at_once(partition: StatePartition, number: Any) -> None:
+    """12.5 was taken, and each later event of the key failed."""
+    overlay = Overlay(Memory(partition, 10), {})
+    overlay.add("k", 2)
+    with pytest.raises(TypeError, match="whole numbers"):
+        overlay.add("k", number)
+    assert overlay.add("k", Size.LARGE) == 5
+    assert type(overlay.changes["k"][0]) is int
+
+
+@pytest.mark.parametrize("value", [12.5, True, "1", b"1", [1], {}], ids=repr)
+@pytest.mark.parametrize("committed", [True, False])
+def test_what_holds_something_else_is_no_counter(partition: StatePartition, value: Any, committed: bool) -> None:
+    memory, changes = Memory(partition, 10), dict[str, Entry]()
+    overlay = Overlay(memory, changes)
+    overlay.put("k", value)
+    if committed:
+        partition.commit(writes(overlay.changes))
+        overlay = Overlay(memory, changes)
+    with pytest.raises(TypeError, match="no counter"):
+        overlay.add("k")
+
+
+def test_a_counter_goes_beyond_what_fits_into_64_bits(partition: StatePartition) -> None:
+    overlay = Overlay(Memory(partition, 10), {})
+    assert overlay.add("k", 2**63 - 1) + 1 == overlay.add("k") == 2**63
+    partition.commit(writes(overlay.changes))
+    assert Overlay(Memory(partition, 10), {}).add("k", 2**64) == 2**63 + 2**64
+
+
+@pytest.mark.parametrize("remembered", ["by this batch", "by the owner", "by the store", "by an unknown time"])
+def test_a_counter_keeps_its_time_to_live(partition: StatePartition, remembered: str) -> None:
+    memory, changes = Memory(partition, 10), dict[str, Entry]()
+    overlay = Overlay(memory, changes)
+    overlay.put("k", 5, ttl=LONG)
+    overlay.put("forever", 5)
+    until = overlay.changes["k"][1]
+    assert until is not None
+    if remembered == "by this batch":
+        changes |= overlay.changes
+    else:
+        partition.commit(writes(overlay.changes))
+    if remembered == "by the owner":
+        memory.committed(overlay.changes)
+    if remembered == "by an unknown time":
+        memory.prefetch(["k", "forever", "absent"])
+    overlay = Overlay(memory, changes)
+    assert [overlay.add("k"), overlay.add("k"), overlay.add("forever"), overlay.add("absent")] == [6, 7, 6, 1]
+    assert overlay.changes["k"][1] == until
+    assert overlay.changes["forever"][1] is overlay.changes["absent"][1] is None
+    overlay.put("k", 1)
+    assert overlay.changes["k"][1] is None, "a new value has its own time"
+
+
+def test_a_time_to_live_applies_within_its_own_batch(partition: StatePartition) -> None:
+    memory, changes = Memory(partition, 10), dict[str, Entry]()
+    first = Overlay(memory, changes)
+    first.put("k", 5, ttl=BRIEF)
+    first.put("l", 5, ttl=LONG)
+    assert (first.get("k"), dict(first.scan())) == (5, {"k": 5, "l": 5})
+    changes |= first.changes
+    clock.sleep(BRIEF.total_seconds() + 0.05)
+    assert (first.get("k"), first.get("l")) == (None, 5)
+    later = Overlay(memory, changes)
+    assert (later.get("k", "none"), dict(later.scan())) == ("none", {"l": 5})
+    assert later.add("k") == 1
+    assert later.changes["k"] == (1, None)
+
+
+def test_a_value_that_expires_between_two_looks_is_gone(partition: StatePartition) -> None:
+    memory = Memory(partition, 10)
+    overlay = Overlay(memory, {})
+    overlay.put("k", 5, ttl=BRIEF)
+    partition.commit(writes(overlay.changes))
+    assert Overlay(memory, {}).get("k") == 5
+    clock.sleep(BRIEF.total_seconds() + 0.05)
+    overlay = Overlay(memory, {})
+    assert overlay.add("k") == 1
+    assert overlay.changes["k"] == (1, None)

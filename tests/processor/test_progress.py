@@ -24,7 +24,13 @@ def test_the_mark_and_what_is_done_above_it_say_exactly_what_is_done(
         assert set(tracker.delivered(fresh)) == {position for position in fresh if position in done}
         seen += fresh
         finished = [position for place, position in enumerate(seen) if chosen >> place % 6 & 1]
+        before, held = tracker.progress, tracker.held
         tracker.finished(finished)
+        after = tracker.progress
+        tracker.undo(finished)
+        assert (tracker.progress, tracker.held) == (before, held)
+        tracker.finished(finished)
+        assert tracker.progress == after
         done |= set(finished)
         progress = tracker.progress
         assert progress.low in [(0, 7), *seen], "it never rises above what was delivered"

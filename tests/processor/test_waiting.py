@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oncebox.processor.records import identity
-from oncebox.processor.waiting import Waiting
+from oncebox.processor.waiting import Failed, Waiting
 from oncebox.sources.base import Message
 from tests.processor.stage import event
 
@@ -107,6 +107,6 @@ def test_what_ended_well_before_a_failure_lets_nobody_pass_it() -> None:
 def test_what_has_failed_in_a_former_life_runs_alone() -> None:
     messages = [Message((number,), event(key=None)) for number in range(3)]
     waiting = Waiting()
-    waiting.add_all(messages, map(identity, messages), {identity(messages[1]): 1})
+    waiting.add_all(messages, map(identity, messages), {identity(messages[1]): Failed(1)})
     for expected in messages:
         assert [tried.message for tried in waiting.batch(10, 0.0)] == [expected]

@@ -51,7 +51,7 @@ def test_an_error_counts_across_the_pieces_of_an_iterator() -> None:
         yield Draft("", b"")
 
     with pytest.raises(
-        InvalidEvent, match=rf"^event_type: has 0 characters; give 1 to 255 \(event {BATCH_EVENTS_MAX + 3} "
+        InvalidEvent, match=rf"^event_type: has 0 characters; give 1 to 240 \(event {BATCH_EVENTS_MAX + 3} "
     ):
         list(checker.batches(source()))
 

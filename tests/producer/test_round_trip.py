@@ -1,6 +1,7 @@
 """Whatever a caller gives arrives as it was given, on each way into each database."""
 
 import sqlite3
+import unicodedata
 from collections.abc import Iterator
 from contextlib import closing
 from uuid import UUID
@@ -19,7 +20,8 @@ outbox = Outbox()
 
 CONTROL = [*map(chr, range(0x20)), "\x7f"]
 names = st.characters(codec="utf-8", exclude_characters=CONTROL)
-types = st.text(names.filter(lambda character: not character.isspace()), min_size=1, max_size=EVENT_TYPE_MAX)
+seen = names.filter(lambda one: not one.isspace() and unicodedata.category(one) not in ("Cc", "Cf", "Zl", "Zp"))
+types = st.text(seen, min_size=1, max_size=EVENT_TYPE_MAX).filter(lambda text: len(text.encode()) <= EVENT_TYPE_MAX)
 keys = st.none() | st.text(names, min_size=1, max_size=KEY_MAX)
 header_names = st.text(names, min_size=1, max_size=20).filter(
     lambda name: name.lower() != "event_id" and not name.lower().startswith("oncebox-")

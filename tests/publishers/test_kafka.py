@@ -13,7 +13,7 @@ from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, Config
 from confluent_kafka.admin._resource import ResourceType
 
 from oncebox import clock
-from oncebox.errors import InvalidSetting, PublisherUnavailable
+from oncebox.errors import InvalidSetting, PublisherRefused, PublisherUnavailable
 from oncebox.event import Claim
 from oncebox.publishers.base import NOT_TRIED, Deadline, Outcome, Publisher
 from oncebox.publishers.kafka import KafkaPublisher
@@ -199,9 +199,17 @@ def test_a_wrong_password_is_the_brokers_word_and_is_not_shown(kafka: Kafka) -> 
     publisher = KafkaPublisher.open(kafka.url.replace(kafka.password, SECRET))
     (outcome,) = publisher.publish([given.claimed(given.new_type())], Deadline(5))
     assert failed(outcome).scope is Scope.BROKER
-    with pytest.raises(PublisherUnavailable) as unavailable:
+    with pytest.raises(PublisherRefused, match="refuses the login") as refused:
         publisher.check()
-    assert SECRET not in f"{outcome} {unavailable.value} {publisher!r}"
+    assert SECRET not in f"{outcome} {refused.value} {publisher!r}"
+    publisher.close()
+
+
+def test_a_cluster_that_is_not_there_is_silent_and_refuses_nothing() -> None:
+    publisher = KafkaPublisher.open(f"kafka://user:{SECRET}@127.0.0.1:{free_port()}?security.protocol=SASL_PLAINTEXT")
+    with pytest.raises(PublisherUnavailable, match="does not answer") as silent:
+        publisher.check()
+    assert type(silent.value) is PublisherUnavailable
     publisher.close()
 
 
@@ -248,7 +256,9 @@ def test_the_check_names_the_cluster_and_its_brokers(kafka: Kafka, publisher: Ka
         ("enable.idempotence=false", "enable.idempotence is not yours to set"),
         ("request.required.acks=0", "request.required.acks is not yours to set"),
         ("message.timeout.ms=1", "message.timeout.ms is '1'"),
-        ("partitioner=mine", "partitioner"),
+        ("partitioner=mine", 'Invalid value for configuration property "partitioner": mine'),
+        (f"queue.buffering.backpressure.threshold={SECRET}&linger.ms=1", "threshold"),
+        (f"partitioner=mine&sasl.oauthbearer.config={SECRET}", "look at sasl.oauthbearer.config"),
         ("destinaton=x", "did you mean destination"),
         (f"sasl.password={SECRET}&ssl.key.password={SECRET}&x.y=1", "x.y"),
         (f"ssl.key.pem={SECRET}&security.protocol=SSL", "ssl"),

@@ -187,6 +187,21 @@ def read(text: str) -> None:
     url.done()
 
 
+@pytest.mark.parametrize(("template", "fits"), [("{event_type}", True), ("x {event_type}", False), ("x y", False)])
+def test_a_template_is_refused_that_leads_no_type_to_a_legal_name(template: str, fits: bool) -> None:
+    url = PublisherUrl("x://h")
+    route = Route(template)
+    if fits:
+        url.check_route(route, no_spaces)
+    else:
+        with pytest.raises(InvalidSetting, match=r"no event can be sent to the destination .* no spaces"):
+            url.check_route(route, no_spaces)
+
+
+def no_spaces(name: str) -> str | None:
+    return "no spaces" if " " in name else None
+
+
 @pytest.mark.parametrize("rest", ["?nothing=1", "?password=s3cret&nothing=1", ":nine/", "?sasl_secret=s3cret", "#s"])
 def test_no_error_shows_a_secret(rest: str) -> None:
     with pytest.raises(InvalidSetting) as caught:

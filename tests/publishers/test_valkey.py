@@ -196,6 +196,12 @@ def test_a_wrong_password_is_a_failure_of_the_broker_and_is_not_shown(
     assert "s3cret" not in str(unavailable.value)
 
 
+def test_a_user_who_may_only_publish_is_not_refused_by_a_check(valkey: Valkey, client: Any) -> None:
+    user = given.new_type()
+    client.execute_command("ACL", "SETUSER", user, "on", ">pw", "+eval", "+xadd", "~*")
+    assert "answers" in ValkeyPublisher.open(f"valkey://{user}:pw@127.0.0.1:{valkey.port}").check()
+
+
 def test_a_stream_that_the_user_may_not_write_is_a_failure_of_the_destination(
     valkey: Valkey, client: Any, name: str
 ) -> None:

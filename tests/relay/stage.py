@@ -17,10 +17,10 @@ from oncebox.event import Claim, NewEvent, State
 from oncebox.publishers.base import Deadline, Outcome, Publisher
 from oncebox.relay.breaker import Breaker
 from oncebox.relay.delivery import AtStep, Batch
-from oncebox.relay.living import this_process
+from oncebox.relay.presence import Presence
 from oncebox.relay.reaper import Reaper
 from oncebox.relay.settings import RelaySettings
-from oncebox.relay.worker import RELAY_KIND, Parts, RelayWorker, new_worker_id
+from oncebox.relay.worker import Parts, RelayWorker, new_worker_id
 from oncebox.retry import RetryPolicies, RetryPolicy
 from oncebox.stores.base import OutboxStore, Query
 from oncebox.testing.scripted import Script, ScriptedPublisher, acknowledge
@@ -151,7 +151,7 @@ class Stage:
             publisher=publisher,
             breaker=Breaker(settings.pause_min, settings.pause_max),
         )
-        return RelayWorker(parts, settings, worker_id=new_worker_id("relay", "test"), relay=relay, at=at)
+        return RelayWorker(parts, settings, worker_id=new_worker_id("relay/test"), relay=relay, at=at)
 
     def working(self, publisher: Publisher, *, drain: bool = False, **arguments: Any) -> Work:
         return Work(self.worker(publisher, **arguments), drain=drain)
@@ -176,11 +176,12 @@ class Stage:
             stop.set()
             thread.join(PATIENCE_SECONDS)
 
-    def sign_on_relay(self) -> str:
-        """The row of a relay; striking it off is the order to stop."""
+    def presence(self, store: OutboxStore | None = None, timing: Timing | None = None) -> Presence:
+        """A relay that has signed on; `announce_stop` is the order to stop."""
         relay = f"relay/{clock.uuid7().hex[-12:]}"
-        self.store.sign_on(this_process(relay, RELAY_KIND))
-        return relay
+        presence = Presence(lambda: store or self.open(), relay, timing or Timing(), {})
+        presence.begin(self.store)
+        return presence
 
     def set_control(self, **changes: Any) -> None:
         audit = self.store.begin_audit(who="test", action="control", why=None, what={})
@@ -242,6 +243,13 @@ class Gate:
 
 def errors(log: Sequence[logging.LogRecord]) -> list[str]:
     """What was said at the level of errors by the relay."""
-    return [
-        record.getMessage() for record in log if record.levelno >= logging.ERROR and record.name.startswith("oncebox")
-    ]
+    return _said(log, logging.ERROR)
+
+
+def warnings(log: Sequence[logging.LogRecord]) -> list[str]:
+    """What was said at the level of warnings, or above."""
+    return _said(log, logging.WARNING)
+
+
+def _said(log: Sequence[logging.LogRecord], level: int) -> list[str]:
+    return [record.getMessage() for record in log if record.levelno >= level and record.name.startswith("oncebox")]

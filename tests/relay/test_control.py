@@ -161,9 +161,9 @@ def test_a_reaper_outlives_an_outage_and_odd_rows(stage: Stage) -> None:
 
 @pytest.mark.requirement("LR-030")
 def test_a_stopped_relay_finalizes_what_was_acknowledged_and_gives_the_rest_back(stage: Stage) -> None:
-    """In the middle of a batch the relay's row is struck off."""
+    """In the middle of a batch the relay announces its stop."""
     stage.append(10)
-    relay = stage.sign_on_relay()
+    relay = stage.presence()
     gate = Gate()
 
     def script(claim: Claim, deadline: Deadline) -> Outcome:
@@ -173,9 +173,9 @@ def test_a_stopped_relay_finalizes_what_was_acknowledged_and_gives_the_rest_back
         return None
 
     publisher = stage.publisher(script)
-    with stage.reaping(), stage.working(publisher, relay=relay) as work:
+    with stage.reaping(), stage.working(publisher, relay=relay.worker_id) as work:
         gate.await_somebody()
-        stage.store.sign_off(relay)
+        relay.announce_stop(stage.store)
         gate.open()
         work.join()
         stage.until_states(PUBLISHED=5, PENDING=5)
@@ -189,21 +189,21 @@ def test_a_stopped_relay_finalizes_what_was_acknowledged_and_gives_the_rest_back
 
 @pytest.mark.requirement("LR-030")
 def test_a_stopped_relay_claims_nothing_more(stage: Stage) -> None:
-    relay = stage.sign_on_relay()
+    relay = stage.presence()
     publisher = stage.publisher()
-    with stage.reaping(), stage.working(publisher, relay=relay) as work:
+    with stage.reaping(), stage.working(publisher, relay=relay.worker_id) as work:
         stage.append(3)
         stage.until_states(PUBLISHED=3)
-        stage.store.sign_off(relay)
+        relay.announce_stop(stage.store)
         work.join()
         stage.append(3)
     assert stage.states() == {State.PUBLISHED: 3, State.PENDING: 3}
 
 
-def test_a_worker_of_a_relay_that_is_gone_does_not_begin(stage: Stage) -> None:
+def test_a_worker_of_a_relay_that_is_gone_claims_nothing(stage: Stage) -> None:
     stage.append(3)
     with stage.reaping(), stage.working(stage.publisher(), relay="relay/gone") as work:
-        work.join()
+        idle(work)
     assert stage.states() == {State.PENDING: 3}
 
 

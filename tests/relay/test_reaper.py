@@ -10,16 +10,17 @@ from datetime import timedelta
 
 import pytest
 
-from oncebox import telemetry
+from oncebox import clock, telemetry
 from oncebox.config import Budget
 from oncebox.event import State
 from oncebox.relay.living import born, this_process
-from oncebox.relay.reaper import REAP_LIMIT, Reaper
+from oncebox.relay.reaper import REAP_LIMIT, STALL, Reaper
 from oncebox.stores.base import Worker
 from oncebox.testing.proxy import Proxy
 from tests.relay.meter import Meter
-from tests.relay.stage import Stage, errors, patiently
+from tests.relay.stage import Stage, errors, patiently, warnings
 
+ELSEWHERE = "another boot/pid:[1]"
 SHORT = timedelta(milliseconds=60)
 LONG = timedelta(hours=1)
 
@@ -151,7 +152,7 @@ def test_the_claims_of_a_worker_that_is_known_dead_are_freed_at_once(
     assert stage.store.workers() == []
     assert meter.total(telemetry.WORKER_DIED, kind="worker") == 1
     assert meter.total(telemetry.REAPER_RECOVERED) == 3
-    (line,) = errors(caplog.records)
+    (line, _) = warnings(caplog.records)
     assert worker.worker_id in line
     assert str(process.pid) in line
     assert "LR-052" in line
@@ -182,24 +183,68 @@ def test_a_worker_that_is_only_stopped_keeps_its_claims(
 
 
 @pytest.mark.requirement("LR-052")
-def test_a_worker_of_another_machine_that_is_silent_is_struck_off_and_its_claims_wait_for_their_lease(
-    stage: Stage, process: "subprocess.Popen[bytes]", meter: Meter, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_of_another_machine_that_is_silent_is_removed_and_its_claims_wait_for_their_lease(
+    stage: Stage, process: "subprocess.Popen[bytes]", meter: Meter
 ) -> None:
-    monkeypatch.setattr("oncebox.relay.reaper.SILENCE_MIN", timedelta(milliseconds=100))
-    signed_on(stage, process, machine="another boot/pid:[1]", lease=0.01)
-    reaper = Reaper(stage.store, interval=timedelta(seconds=1))
-    patiently(lambda: reaper.bury(stage.store.workers()).workers)
-    assert stage.store.workers() == []
+    worker = signed_on(stage, process, machine=ELSEWHERE, silence=0.1, heartbeat=0.05)
+    with stage.reaping():
+        patiently(lambda: worker.worker_id not in living(stage))
     assert stage.states() == {State.CLAIMED: 3}
     assert meter.total(telemetry.WORKER_DIED, kind="worker") == 1
 
 
-def test_a_worker_that_gives_signs_of_life_is_not_struck_off(
-    stage: Stage, process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+def test_a_worker_that_gives_signs_of_life_is_not_removed(stage: Stage, process: "subprocess.Popen[bytes]") -> None:
+    worker = signed_on(stage, process, machine=ELSEWHERE, silence=60.0, heartbeat=0.05)
+    with stage.reaping() as reaper:
+        judged(reaper)
+        assert worker.worker_id in living(stage)
+
+
+def test_a_silent_worker_whose_process_the_reaper_sees_is_not_removed(
+    stage: Stage, process: "subprocess.Popen[bytes]"
 ) -> None:
-    signed_on(stage, process, machine="another boot/pid:[1]")
-    assert Reaper(stage.store, interval=timedelta(seconds=1)).bury(stage.store.workers()).workers == 0
-    assert len(stage.store.workers()) == 1
+    """Paused for longer than any limit, it may still wake up; and it must find itself among the living."""
+    worker = signed_on(stage, process, silence=0.01, heartbeat=0.05)
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    with stage.reaping() as reaper:
+        judged(reaper)
+        assert worker.worker_id in living(stage)
+
+
+@pytest.mark.parametrize("fault", ["cut", "half-open"])
+def test_after_an_outage_of_its_own_a_reaper_waits_a_heartbeat_before_it_judges(
+    postgresql_stage: Stage, process: "subprocess.Popen[bytes]", fault: str
+) -> None:
+    """In the outage, all workers were silent. A call that only took long was an outage, too."""
+    stage = postgresql_stage
+    with Proxy(stage.port) as proxy, stage.reaping(url=proxy.url(stage.url)) as reaper:
+        judged(reaper)
+        proxy.reset() if fault == "cut" else proxy.silence()
+        worker = signed_on(stage, process, machine=ELSEWHERE, silence=0.5, heartbeat=1.0)
+        patiently(lambda: silence_of(stage, worker) > timedelta(seconds=STALL + 1))
+        before = reaper._at_work_since
+        proxy.heal()
+        patiently(lambda: reaper._at_work_since not in {before, None})
+        assert worker.worker_id in living(stage)
+        stage.store.renew(worker=worker.worker_id, tokens=[], lease=LONG)  # within its heartbeat
+        clock.sleep(0.3)
+        assert worker.worker_id in living(stage)
+        patiently(lambda: worker.worker_id not in living(stage))  # and then it is judged
+
+
+def judged(reaper: Reaper) -> None:
+    """Wait until the reaper has been at work for so long that it may judge these workers."""
+    patiently(lambda: reaper._at_work_since is not None and clock.monotonic() - reaper._at_work_since > 0.5)
+
+
+def living(stage: Stage) -> set[str]:
+    return {worker.worker_id for worker in stage.store.workers()}
+
+
+def silence_of(stage: Stage, worker: Worker) -> timedelta:
+    (found,) = [one for one in stage.store.workers() if one.worker_id == worker.worker_id]
+    return found.silent_for or timedelta(0)
 
 
 @pytest.mark.requirement("LC-12", "LR-023")

@@ -2,14 +2,16 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
 from oncebox.errors import InvalidSetting, PositionGone, SourceUnavailable
+from oncebox.processor.progress import Tracker
 from oncebox.publishers.kafka import KafkaPublisher
 from oncebox.sources.base import Message, Progress, SourcePartition
 from oncebox.sources.kafka import KafkaPartition, KafkaSource
@@ -65,6 +67,51 @@ def test_a_client_that_never_closes_holds_nobody_up(
     assert "did not close" in caplog.text
     answered.set()
     closed()
+
+
+class Moving:
+    """A client whose cluster says, to the first questions of a kind, that it is about to know."""
+
+    def __init__(self, client: Any, name: str, times: int, code: int) -> None:
+        self._client, self._name, self._left, self._code = client, name, times, code
+
+    def __getattr__(self, name: str) -> Any:
+        return self._refuse if name == self._name else getattr(self._client, name)
+
+    def _refuse(self, *given: Any, **named: Any) -> Any:
+        if self._left:
+            self._left -= 1
+            raise KafkaException(KafkaError(self._code))
+        return getattr(self._client, self._name)(*given, **named)
+
+
+@pytest.mark.parametrize("code", [KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE])
+@pytest.mark.parametrize("name", ["get_watermark_offsets", "committed", "describe_topics", "assign", "seek"])
+def test_a_leader_that_moves_while_a_partition_is_opened_is_asked_again(
+    kafka: Kafka, topic: str, source: KafkaSource, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    write_in_transactions(kafka, topic, 3)
+    part = source.partition(0, Progress(), owner="one")
+    found = read(part, 2)
+    part.ack(found)
+    given.patiently(lambda: not part.poll(1, bytes_max=1 << 20, timeout=MOMENT) and part.at_end)
+    kept = part.to_keep(found[-1].position)
+    part.close()
+    kafka.delete_records(topic, 0)
+    monkeypatch.setattr("oncebox.sources.kafka.Consumer", lambda settings: Moving(Consumer(settings), name, 2, code))
+    source._admin = Moving(source._client(), name, 2, code)  # type: ignore[assignment]
+    rest = source.partition(0, Progress(kept), owner="two")  # asks everything that an opening asks
+    rest.close()
+
+
+@pytest.mark.parametrize("code", [KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.INVALID_REQUEST])
+def test_a_cluster_that_gives_no_answer_is_away(
+    source: KafkaSource, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr("oncebox.sources.kafka.MOVING_SECONDS", 0.3)
+    source._admin = Moving(source._client(), "describe_topics", 1_000, code)  # type: ignore[assignment]
+    with pytest.raises(SourceUnavailable):
+        source.partitions()
 
 
 def write_in_transactions(kafka: Kafka, topic: str, count: int) -> None:
@@ -239,6 +286,80 @@ def test_a_topic_that_is_made_anew_stops_its_reader_and_the_next(kafka: Kafka, t
     part.close()
     with pytest.raises(PositionGone, match="another topic"):
         source.partition(0, Progress(found[-1].position), owner="two")
+
+
+def write_one_by_one(kafka: Kafka, topic: str, first: int, last: int) -> None:
+    """Each in a batch of its own, as a log is cut between batches."""
+    producer = Producer(kafka.client)
+    for number in range(first, last):
+        producer.produce(topic, b"%d" % number)
+        producer.flush()
+
+
+@pytest.fixture
+def own_kafka() -> Iterator[Kafka]:
+    """One that may lose its power."""
+    with Kafka() as server:
+        yield server
+
+
+@pytest.mark.requirement("EO-03")
+def test_a_log_that_lost_its_end_and_grew_again_is_gone_and_one_that_lost_nothing_is_not(own_kafka: Kafka) -> None:
+    topic = own_kafka.create_topic()
+    with closing(KafkaSource.open(f"{own_kafka.url}&topic={topic}", consumer="totals")) as source:
+        write_one_by_one(own_kafka, topic, 0, 10)
+        live = source.partition(0, Progress(), owner="one")
+        found = read(live, 10)
+        assert [message.position for message in found] == [(offset, live._mark) for offset in range(10)]
+        middle, last = live.to_keep(found[3].position), live.to_keep(found[9].position)
+        with closing(KafkaSource.open(f"{own_kafka.url}&topic={topic}&start=latest", consumer="end")) as at_end:
+            begun = at_end.partition(0, Progress(), owner="one")
+            origin = begun.origin
+            begun.close()
+        assert origin == last
+
+        own_kafka.kill()
+        own_kafka.start()
+        again = source.partition(0, Progress(last), owner="two")
+        write_one_by_one(own_kafka, topic, 10, 12)
+        assert payloads(read(again, 2)) == [b"10", b"11"]
+        again.close()
+
+        own_kafka.lose_records(topic, 0, 5)
+        write_one_by_one(own_kafka, topic, 20, 30)  # by the offset alone nobody would see it
+        whole = source.partition(0, Progress(middle), owner="three")
+        assert payloads(read(whole, 11)) == [b"4", *(b"%d" % number for number in range(20, 30))]
+        whole.close()
+        for checkpoint in (Progress(last), Progress(origin)):
+            cut = source.partition(0, checkpoint, owner="four")
+            with pytest.raises(PositionGone, match="truncation"):
+                read(cut, 1)
+            cut.close()
+        with pytest.raises(PositionGone):
+            given.patiently(lambda: live.poll(1, bytes_max=1 << 20, timeout=MOMENT) is None)
+        live.close()
+
+
+def test_a_checkpoint_without_the_epoch_of_its_leader_is_read_on_from(
+    kafka: Kafka, topic: str, source: KafkaSource
+) -> None:
+    """As versions before wrote it, and as they read one of ours: the longer form of a position is at the same place."""
+    write(kafka, topic, 0, 6)
+    part = source.partition(0, Progress(), owner="one")
+    found = [message.position for message in read(part, 6)]
+    kept = part.to_keep(found[2])
+    part.close()
+    assert (kept[:2], len(kept)) == (found[2], 3)
+    for low in (found[2], kept):
+        tracker = Tracker(Progress(low, frozenset({found[4]})))
+        assert [tracker.covers(position) for position in found] == [True, True, True, False, True, False]
+        assert set(tracker.delivered(found)) == {*found[:3], found[4]}
+        tracker.finished(found[3:])
+        assert tracker.progress == Progress(found[5])
+        rest = source.partition(0, Progress(low), owner="two")
+        assert payloads(read(rest, 3)) == [b"3", b"4", b"5"]
+        assert rest.to_keep(found[5]) == (*found[5], kept[2])
+        rest.close()
 
 
 def test_a_topic_that_is_gone_is_told_by_whether_anything_was_read(

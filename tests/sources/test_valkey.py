@@ -79,8 +79,8 @@ def test_a_former_owner_reads_nothing_more_so_nothing_is_overtaken(
 
 
 @pytest.mark.parametrize("takeover", ["open", "idle"])
-def test_pending_entries_that_were_deleted_are_told_and_hold_nothing_up(
-    valkey: Valkey, client: Any, stream: str, takeover: str, caplog: pytest.LogCaptureFixture
+def test_pending_entries_that_were_deleted_are_lost_until_they_are_acknowledged_and_hold_nothing_up(
+    valkey: Valkey, client: Any, stream: str, takeover: str
 ) -> None:
     for number in range(6):
         client.xadd(stream, {"payload": b"%d" % number}, id=f"1-{number + 1}")
@@ -90,9 +90,32 @@ def test_pending_entries_that_were_deleted_are_told_and_hold_nothing_up(
     client.xdel(stream, "1-2", "1-3")
     again = source.partition(0, Progress(), owner="same")
     assert [message.event.payload for message in read(again, 4)] == [b"0", b"3", b"4", b"5"]
-    assert "2 entries were deleted before they were acknowledged" in caplog.text
+    lost = again.lost()
+    assert [message.position for message in lost] == [(1, 2), (1, 3)]
+    assert client.xpending(stream, "totals")["pending"] == 6, "a death now loses nothing"
+    assert (again.poll(10, bytes_max=1 << 20, timeout=MOMENT), again.lost()) == ([], ())
+    once_more = source.partition(0, Progress(), owner="same")
+    read(once_more, 4)
+    assert once_more.lost() == lost, "under the same ids"
+    once_more.ack(lost)
     assert client.xpending(stream, "totals")["pending"] == 4
     source.close()
+
+
+def test_what_is_deleted_while_it_is_worked_on_stays_pending_when_it_is_held(
+    client: Any, stream: str, source: ValkeySource
+) -> None:
+    for number in range(6):
+        client.xadd(stream, {"payload": b"%d" % number}, id=f"1-{number + 1}")
+    part = source.partition(0, Progress(), owner="one")
+    held = read(part, 6)
+    client.xdel(stream, "1-4")
+    client.xtrim(stream, minid="1-3", approximate=False)
+    assert list(part.hold(held)) == [], "none of them went to another"
+    assert client.xpending(stream, "totals")["pending"] == 6
+    assert part.lost() == (), "they were handed out"
+    part.ack(held)
+    assert client.xpending(stream, "totals")["pending"] == 0
 
 
 @pytest.mark.parametrize("loss", ["stream", "group"])

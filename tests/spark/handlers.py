@@ -1,5 +1,7 @@
 """A processor for tests: adds up the numbers of each key, and tells when a key has had a hundred."""
 
+from datetime import timedelta
+
 from oncebox import Event, clock
 from oncebox.processor import Context, Processor
 from oncebox.processor.app import Limits
@@ -22,4 +24,15 @@ careful = Processor("totals", limits=Limits(batch_max=50))
 def slowly(event: Event, ctx: Context) -> None:
     """The same, slowly enough to be killed in the middle."""
     clock.sleep(0.002)
+    total(event, ctx)
+
+
+stubborn = Processor("stubborn", retry_delay=timedelta(minutes=10), retry_delay_max=timedelta(minutes=10))
+
+
+@stubborn.on("order.created")
+def fails_for_one(event: Event, ctx: Context) -> None:
+    """Fails for one event, which is then tried again much later."""
+    if int(event.payload) == 7:
+        raise RuntimeError("the shop is closed")
     total(event, ctx)

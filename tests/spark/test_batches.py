@@ -13,6 +13,7 @@ from typing import Any
 from uuid import UUID, uuid4
 from zlib import crc32
 
+import pyarrow as pa
 import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
@@ -22,8 +23,8 @@ from oncebox.admin.letters import LetterQuery, Letters
 from oncebox.errors import InvalidSetting, StateUnavailable
 from oncebox.processor import Context, Processor
 from oncebox.processor.memory import decoded
-from oncebox.processor.records import dead_letter_from
-from oncebox.spark.batches import id_of, travelling
+from oncebox.processor.records import dead_letter_from, identity
+from oncebox.spark.batches import PARTITION, _in_rows, id_of, travelling
 from oncebox.spark.java import find_java
 from oncebox.states.base import Space, StateStore
 from oncebox.stores.base import Query
@@ -377,3 +378,81 @@ def test_an_id_that_is_no_uuid_becomes_one_and_always_the_same() -> None:
     given = uuid4()
     assert id_of(str(given)) == id_of(given.hex) == given
     assert id_of("order-1") == id_of("order-1") != id_of("order-2")
+
+
+def arrow_row(**values: Any) -> pa.RecordBatch:
+    """One row as Spark hands it out; bytes are text that is not checked."""
+    given = {PARTITION: 0, "event_id": "order-1", "event_type": "order.created", "payload": b"1", **values}
+    arrays = {}
+    for name, value in given.items():
+        if name == "headers":
+            keys, items = (pa.array(part, pa.binary()).view(pa.string()) for part in zip(*value, strict=True))
+            arrays[name] = pa.MapArray.from_arrays([0, len(value)], keys, items)
+        elif isinstance(value, bytes) and name != "payload":
+            arrays[name] = pa.array([value], pa.binary()).view(pa.string())
+        else:
+            arrays[name] = pa.array([value])
+    return pa.RecordBatch.from_pydict(arrays)
+
+
+@pytest.mark.parametrize(
+    ("values", "fault", "shown"),
+    [
+        ({"replays": -1}, "replays is -1", ("order.created", None)),
+        ({"event_type": b"caf\xe9"}, "event_type is not UTF-8", ("caf\\xe9", None)),
+        ({"ordering_key": b"\xff"}, "ordering_key is not UTF-8", ("order.created", "\\xff")),
+        ({"event_id": b"\xff"}, "event_id is not UTF-8", ("order.created", None)),
+        ({"headers": [(b"a", b"\xff"), (b"b", b"c")]}, "headers is not UTF-8", ("order.created", None)),
+        ({"headers": [(b"\xff", None)]}, "headers is not UTF-8", ("order.created", None)),
+        ({"replays": -7, "content_type": b"\xff"}, "content_type is not UTF-8; replays is -7", ("order.created", None)),
+    ],
+    ids=str,
+)
+def test_a_row_that_is_no_event_has_a_fault_and_an_identity_of_its_own(
+    values: dict[str, Any], fault: str, shown: tuple[str, str | None]
+) -> None:
+    ((_, message),) = _in_rows(arrow_row(**values))
+    assert message.fault is not None
+    assert fault in message.fault
+    assert (message.event.event_type, message.event.ordering_key) == shown
+    good = {name: value.decode(errors="backslashreplace") for name, value in values.items() if name == "event_id"}
+    ((_, other),) = _in_rows(arrow_row(**good))
+    assert other.fault is None
+    if {"replays", "event_id"} & set(values):  # else the same event, which is not readable
+        assert identity(message) != identity(other)
+    ((_, again),) = _in_rows(arrow_row(**values))
+    assert identity(message) == identity(again)
+
+
+@pytest.mark.requirement("EO-07", "EO-08")
+def test_a_row_that_is_no_event_is_a_dead_letter_and_its_batch_goes_on(spark: SparkSession, tmp_path: Path) -> None:
+    state = f"sqlite:///{tmp_path}/state"
+    app = Processor("lenient")
+
+    @app.default
+    def count(event: Event, ctx: Context) -> None:
+        ctx.state.add("handled")
+
+    given = spark.sql(
+        """
+        select * from values ('a', 'made', 'k', 0), ('a', 'made', 'k', -1), ('b', 'made', 'k', 0)
+               as given (event_id, event_type, ordering_key, replays)
+        union all select 'c', cast(x'6fff' as string), 'k', 0
+        union all select 'd', 'made', cast(x'ff' as string), 0
+        """
+    ).selectExpr("*", "'1' as payload")
+    run = app.on_batch(name="orders", state=state, partitions=1)
+    for number in (0, 1):
+        run(given, number)
+        assert sums_of(state, "lenient") == {"handled": 2}
+        letters = map(dead_letter_from, entries(state, Space.DEAD_LETTERS, name="lenient", partitions=1).values())
+        errors = sorted(letter.error for letter in letters)
+        assert errors == [
+            "this row is no event: event_type is not UTF-8",
+            "this row is no event: ordering_key is not UTF-8",
+            "this row is no event: replays is -1; give 0 or more",
+        ]
+
+
+def sums_of(state: str, name: str) -> dict[str, int]:
+    return {key.decode(): decoded(value) for key, value in entries(state, name=name, partitions=1).items()}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
 from functools import partial
@@ -18,8 +19,10 @@ from oncebox import OutboxStore
 from oncebox.errors import InvalidSetting
 from oncebox.processor.memory import decoded
 from oncebox.spark import SparkProcessor, process
+from oncebox.spark.reports import Stopped
 from oncebox.states.base import Space
 from oncebox.wiring import open_state
+from tests.processor.upgrading import upgrading
 from tests.spark.steps import PATIENCE, fill, has_published, opened, published, until
 
 APP = "tests.spark.handlers:app"
@@ -180,3 +183,28 @@ def test_the_command_finds_a_module_of_its_folder(url: str, store: OutboxStore, 
         [sys.executable, "-m", "oncebox", *words], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, "handled 100 events\n"), done.stderr[-2_000:]
+
+
+@pytest.mark.requirement("EO-01")
+def test_a_processor_whose_state_a_newer_version_has_upgraded_stops_and_says_so(
+    spark: SparkSession, url: str, store: OutboxStore, emitted: OutboxStore, tmp_path: Path, postgresql_url: str
+) -> None:
+    fill(store, 10_000, keys=KEYS)
+    running = process(
+        spark,
+        "tests.spark.handlers:careful",
+        source=f"outbox+{url}",
+        state=postgresql_url,
+        emit=f"sqlite:///{tmp_path}/emitted.db",
+        shift=timedelta(seconds=5),
+    )
+    with ThreadPoolExecutor(1) as pool:
+        stop = threading.Event()
+        ended = pool.submit(running.run, stop)
+        try:
+            until(partial(has_published, store, 100))
+            told = pytest.raises(Stopped, match=r"StateTooNew.*format 2.*upgrade oncebox")
+            with upgrading(postgresql_url, 2, "none"), told:
+                ended.result(PATIENCE)
+        finally:
+            stop.set()

@@ -1,5 +1,6 @@
 """The relay on Spark: nothing lost, receipts whole, whatever is killed."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -177,6 +178,94 @@ def test_a_second_run_over_the_same_checkpoint_adds_its_receipts(spark: SparkSes
             rows = plan.receipts.read(spark).collect()
             assert len(rows) == 200 * number
             assert {row.event_id for row in rows} == delivered(store)
+
+
+def test_receipts_that_were_there_before_places_are_continued(spark: SparkSession, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/outbox.db"
+    plan = Plan(drain=True, receipts=Receipts.parse(f"parquet:{tmp_path}/receipts"))
+    assert plan.receipts is not None
+    with opened(url) as store:
+        for name in ("relay", "shop"):
+            fill(store, 200)
+            with relay(spark, store=url, to="null:", settings=replace(SETTINGS, name=name), plan=plan) as running:
+                running.run(threading.Event())
+            for file in ("relay", "lock"):  # a former version wrote neither
+                (tmp_path / "receipts" / "_oncebox" / file).unlink()
+        assert not list((tmp_path / "receipts").glob("relay=*"))
+        rows = plan.receipts.read(spark).collect()
+        assert len(rows) == 400
+        assert {row.event_id for row in rows} == delivered(store)
+
+
+def test_two_relays_on_one_path_lose_no_receipt(spark: SparkSession, tmp_path: Path) -> None:
+    """One of them has the path, which was there before, the other one a place below it."""
+    url = f"sqlite:///{tmp_path}/outbox.db"
+    receipts = Receipts(format="parquet", path=f"{tmp_path}/receipts")
+    plan = Plan(queries=1, drain=True, receipts=receipts, shift=timedelta(seconds=2))
+    slow = replace(SETTINGS, rate_max=300.0, claim_max=50)  # so that both have something to do
+    with opened(url) as store:
+        for _ in range(2):  # the second time they go on with their checkpoints
+            fill(store, 1_500)
+            both = [
+                relay(spark, store=url, to="null:", settings=replace(slow, name=name), plan=plan)
+                for name in ("relay", "billing")
+            ]
+            threads = [run_in_thread(running)[0] for running in both]
+            for thread in threads:
+                thread.join(PATIENCE)
+            assert all(running.published for running in both)
+        rows = receipts.read(spark).collect()
+        assert len(rows) == published(store) == 3_000
+        assert {row.event_id for row in rows} == delivered(store)
+        assert {row.published_by.partition("/")[0] for row in rows} == {"relay", "billing"}
+        named = receipts.read(spark, relays=["billing"]).collect()
+        assert len(named) == len(rows)
+
+
+def test_a_second_relay_of_the_same_name_is_refused_and_the_first_goes_on(spark: SparkSession, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/outbox.db"
+    receipts = Receipts(format="parquet", path=f"file://{tmp_path}/receipts")
+    plan = Plan(queries=1, drain=True, receipts=receipts, shift=timedelta(seconds=2))
+    with opened(url) as store:
+        fill(store, 600)
+        first = relay(spark, store=url, to="null:", settings=replace(SETTINGS, rate_max=300.0), plan=plan)
+        with pytest.raises(InvalidSetting, match=rf"relay shop \(process {os.getpid()} on .*--name"):
+            relay(spark, store=url, to="null:", settings=SETTINGS, plan=plan)
+        elsewhere = replace(plan, checkpoint=f"{tmp_path}/receipts/_oncebox/relay=shop")
+        with pytest.raises(InvalidSetting, match="or to this checkpoint"):
+            relay(spark, store=url, to="null:", settings=replace(SETTINGS, name="billing"), plan=elsewhere)
+        thread, _ = run_in_thread(first)
+        thread.join(PATIENCE)
+        assert published(store) == 600
+        assert len(receipts.read(spark).collect()) == 600
+        assert store.workers() == []
+        with relay(spark, store=url, to="null:", settings=SETTINGS, plan=plan):
+            pass
+
+
+def test_relays_share_a_path_that_is_not_on_this_machine_s_disks(spark: SparkSession, tmp_path: Path) -> None:
+    """A file system of Hadoop's own: no lock can be held there, and only Spark's session can list it."""
+    url = f"sqlite:///{tmp_path}/outbox.db"
+    (tmp_path / "lake").mkdir()
+    spark._jsc.hadoopConfiguration().set("fs.viewfs.mounttable.lake.link./r", f"file://{tmp_path}/lake")
+    receipts = Receipts(format="parquet", path="viewfs://lake/r/receipts")
+    plan = Plan(queries=1, drain=True, receipts=receipts, shift=timedelta(seconds=2))
+    settings = replace(SETTINGS, rate_max=100.0, claim_max=20)
+    with opened(url) as store:
+        fill(store, 1_200)
+        both = [
+            relay(spark, store=url, to="null:", settings=replace(settings, name=name), plan=plan)
+            for name in ("relay", "billing")
+        ]
+        with pytest.raises(InvalidSetting, match=rf"relay {both[1].relay_id} \(process {os.getpid()} on "):
+            relay(spark, store=url, to="null:", settings=replace(settings, name="billing"), plan=plan)
+        for thread, _ in map(run_in_thread, both):
+            thread.join(PATIENCE)
+        assert all(running.published for running in both)
+        rows = receipts.read(spark).collect()
+        assert len(rows) == published(store) == 1_200
+        assert {row.event_id for row in rows} == delivered(store)
+        assert not list((tmp_path / "lake" / "receipts").rglob("lock"))
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------

@@ -108,11 +108,16 @@ def settled(store: OutboxStore, number: int, url: str, *words: str) -> bool:
 def test_a_killed_driver_loses_neither_events_nor_receipts(
     spark: SparkSession, url: str, store: OutboxStore, tmp_path: Path
 ) -> None:
+    """While it lives a second one of its name is refused; the one that follows it goes on in its place."""
     fill(store, 5_000)
     receipts = Receipts.parse(f"parquet:{tmp_path}/receipts")
-    words = ["--to", "null:", *SMALL, "--receipts", f"parquet:{receipts.path}"]
-    with relay(url, *words, "--rate-max", "1000") as process:
+    words = ["--to", "null:", "--name", "billing", *SMALL, "--receipts", f"parquet:{receipts.path}"]
+    with relay(url, *words, "--rate-max", "200") as process:
         until(partial(has_published, store, 300), process)
+        command = [sys.executable, "-m", "oncebox", "relay", "--store", url, *words]
+        second = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert second.returncode == 2
+        assert f"relay billing (process {process.pid} on " in second.stderr
         process.kill()
         process.wait()
     with relay(url, *words, "--drain") as process:

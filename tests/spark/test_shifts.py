@@ -14,7 +14,7 @@ from oncebox.publishers.null import NullPublisher
 from oncebox.relay.delivery import Batch
 from oncebox.relay.settings import RelaySettings
 from oncebox.spark import Plan, Receipts
-from oncebox.spark.driver import told
+from oncebox.spark.failures import last_error
 from oncebox.spark.shifts import Shift, _receipts
 from oncebox.spark.tickets import Tickets
 
@@ -80,8 +80,9 @@ def test_a_plan_that_makes_no_sense_is_refused(wrong: dict[str, object]) -> None
 
 
 def test_of_a_failed_query_the_python_error_is_told() -> None:
-    error = "Query failed\n at java\nTraceback:\n  File x\nModuleNotFoundError: No module named 'shop'\n\n\tat java.b"
-    assert told(error) == "Query failed; ModuleNotFoundError: No module named 'shop'"
+    error = "Query failed\n at java: Traceback (most recent call last):\n  File x\nshop.NoShop: closed\n\n\tat java.b"
+    assert last_error(error) == "shop.NoShop: closed"
+    assert last_error("Query failed\n at java") == "Query failed"
 
 
 TIMES = st.datetimes(datetime(1900, 1, 1), datetime(9999, 12, 31), timezones=st.just(UTC))  # noqa: DTZ001 - UTC is added
@@ -125,6 +126,7 @@ def test_receipts_say_of_each_event_what_its_claim_said(rows: list[tuple[str, da
             "attempts": claim.attempts,
             "replays": claim.replays,
             "seq": claim.seq,
+            "report": None,
         }
         for claim in claims
     ]

@@ -1,19 +1,22 @@
 """What only PostgreSQL has: roles, plain SQL writers, a pool, a pooler in front, restarts, online migrations."""
 
+import random
 import re
 import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psycopg
 import pytest
 from psycopg import sql as compose
 
+from oncebox import clock, event
 from oncebox.clock import uuid7, uuid7s
 from oncebox.errors import (
     ForbiddenWrite,
@@ -24,8 +27,8 @@ from oncebox.errors import (
     StoreError,
     StoreUnavailable,
 )
-from oncebox.event import NewEvent, Published, State
-from oncebox.stores import sql
+from oncebox.event import NewEvent, Published, Retry, State
+from oncebox.stores import postgresql, sql
 from oncebox.stores.base import Horizon, Migration
 from oncebox.stores.postgresql import PostgreSQLStore
 from oncebox.testing.servers import MissingProgram, PgBouncer, PostgreSQL, Standby
@@ -108,18 +111,34 @@ def test_the_database_refuses_headers_that_no_broker_could_carry(by_hand: psycop
 
 @pytest.mark.requirement("EM-05", "EM-12", "EM-13")
 @pytest.mark.parametrize(
-    ("column", "limit"), [("event_type", 255), ("content_type", 255), ("ordering_key", 512), ("partition_key", 512)]
+    ("column", "limit", "unit"),
+    [
+        ("event_type", 240, "bytes"),
+        ("content_type", 255, "characters"),
+        ("ordering_key", 512, "characters"),
+        ("partition_key", 512, "characters"),
+    ],
 )
 def test_the_database_refuses_a_name_beyond_its_limits_and_says_which(
-    by_hand: psycopg.Connection, column: str, limit: int
+    by_hand: psycopg.Connection, column: str, limit: int, unit: str
 ) -> None:
+    letter = "e" if unit == "bytes" else "é"
     columns = dict.fromkeys(("event_type", column))
     values = ", ".join("%(name)s" if name == column else "'t'" for name in columns)
     insert = f"insert into oncebox.event (payload, {', '.join(columns)}) values ('', {values})"
-    by_hand.execute(insert, {"name": "é" * limit})
-    for name in ("", "é" * (limit + 1)):
-        with pytest.raises(psycopg.errors.CheckViolation, match=f"{column} has 1 to {limit} characters"):
+    by_hand.execute(insert, {"name": letter * limit})
+    for name in ("", letter * (limit + 1)):
+        with pytest.raises(psycopg.errors.CheckViolation, match=f"{column} has 1 to {limit} {unit}"):
             by_hand.execute(insert, {"name": name})
+
+
+@pytest.mark.requirement("EM-05")
+def test_the_database_and_the_producer_refuse_the_same_characters_in_a_type(by_hand: psycopg.Connection) -> None:
+    points = [point for point in range(1, 0x110000) if not 0xD800 <= point <= 0xDFFF]
+    asked = by_hand.execute(
+        "select point from unnest(%s::integer[]) point where oncebox.invisible(chr(point))", (points,)
+    )
+    assert [point for (point,) in asked] == [point for point in points if event._INVISIBLE.match(chr(point))]
 
 
 def test_one_event_that_breaks_a_rule_stops_all_of_its_statement(by_hand: psycopg.Connection) -> None:
@@ -342,6 +361,99 @@ def test_a_failover_to_a_standby_loses_no_event_and_no_claim() -> None:
         store.close()
 
 
+@pytest.mark.requirement("LC-19", "LC-12")
+def test_a_primary_that_became_read_only_is_left_for_the_promoted_replica() -> None:
+    """The old primary lives on and its connections answer "read-only", as after a failover behind one address."""
+    with PostgreSQL() as primary, Standby(primary) as standby:
+        primary.psql("alter system set synchronous_standby_names = '*'; select pg_reload_conf()")
+        hosts = f"127.0.0.1:{primary.port},127.0.0.1:{standby.port}"
+        url = f"postgresql://{primary.user}:{primary.password}@{hosts}/postgres?target_session_attrs=read-write"
+        store = PostgreSQLStore.open(url, check_schema=False)
+        store.migrate()
+        store.append(_events(10))
+        with ThreadPoolExecutor(4) as pool:  # several connections of the pool, all to the old primary
+            claims = [
+                claim
+                for part in pool.map(lambda _: store.claim(worker="w", limit=2, lease=LEASE), range(4))
+                for claim in part
+            ]
+        standby.promote()
+        primary.psql("alter system set default_transaction_read_only = on; select pg_reload_conf()")
+        with pytest.raises(StoreUnavailable, match="read-only"):
+            _until_refused(store)
+        store.append(_events(5))  # every connection is a new one
+        assert store.finalize([(claim, Published()) for claim in claims]) == []
+        assert len(_drain(store)) == 15 - len(claims)
+        primary.kill()
+        store.append(_events(1))
+        assert (len(_drain(store)), store.verify()) == (1, [])
+        assert store.stats().states[State.PUBLISHED] == 16
+        store.close()
+
+
+def _until_refused(store: PostgreSQLStore) -> None:
+    """Sessions read a changed setting between statements, each in its own time."""
+    deadline = clock.monotonic() + 30
+    while clock.monotonic() < deadline:
+        store.renew(worker="w", tokens=[], lease=LEASE)
+        store._run("clock")
+        store.begin_audit(who="test", action="try", why=None, what={})
+        clock.sleep(0.01)
+
+
+@pytest.mark.requirement("LC-12")
+def test_a_server_with_too_many_clients_is_unavailable(
+    by_hand: psycopg.Connection, postgresql_url: str, role: str, store: PostgreSQLStore
+) -> None:
+    by_hand.execute("select oncebox.admit(%s, 'relay')", (role,))
+    by_hand.execute(compose.SQL("alter role {} connection limit 1").format(compose.Identifier(role)))
+    url = _url_of(postgresql_url, role)
+    with psycopg.connect(url), pytest.raises(StoreUnavailable, match="too many connections"):
+        PostgreSQLStore.open(url)
+    PostgreSQLStore.open(url).close()
+
+
+@pytest.mark.requirement("LC-12")
+@pytest.mark.parametrize("state", ["57P01", "57P03", "53300", "25006", "57014", "08006"])
+def test_what_passes_by_itself_is_unavailable(store: PostgreSQLStore, state: str) -> None:
+    with pytest.raises(StoreUnavailable):
+        store._execute(f"do $$ begin raise exception 'no' using errcode = '{state}'; end $$")
+    assert store.stats().expired_claims == 0
+
+
+# --- a claim that cannot be handed over ------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement("SC-05", "LR-042")
+def test_a_claim_is_returned_though_its_follow_up_fails(by_hand: psycopg.Connection, postgresql_url: str) -> None:
+    impatient = PostgreSQLStore.open(f"{postgresql_url}?options=-cstatement_timeout%3D300")
+    impatient.append(_events(2))
+    impatient._bell.wanted = True  # as after a wait
+    by_hand.execute("update oncebox.bell set wanted = true")
+    with by_hand.transaction():
+        by_hand.execute(
+            "select from oncebox.bell for update"
+        )  # the statement after the claim waits until it is cancelled
+        assert len(impatient.claim(worker="w", limit=1, lease=LEASE)) == 1
+    assert len(impatient.claim(worker="w", limit=1, lease=LEASE)) == 1
+    assert by_hand.execute("select wanted from oncebox.bell").fetchone() == (False,)  # it was tried again
+    impatient.close()
+
+
+@pytest.mark.requirement("SC-05", "LR-042")
+@pytest.mark.parametrize("key", [None, "k"])
+def test_a_claim_that_cannot_be_decoded_is_released_at_once(
+    store: PostgreSQLStore, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    store.append(_events(3, key))
+    with monkeypatch.context() as broken:
+        broken.setattr(postgresql, "_claims", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            store.claim(worker="w", limit=2, lease=LEASE)
+    assert (store.stats().states[State.CLAIMED], store.stats().eligible) == (0, 3)
+    assert len(_drain(store)) == 3
+
+
 @pytest.fixture
 def certificate(tmp_path: Path) -> Path:
     """A certificate for 127.0.0.1 that vouches for itself, with its key beside it."""
@@ -436,6 +548,22 @@ def with_migration(monkeypatch: pytest.MonkeyPatch) -> list[Migration]:
     return known
 
 
+def test_code_runs_on_its_own_schema_and_on_the_next_one_but_migrates_neither_down(
+    store: PostgreSQLStore, by_hand: psycopg.Connection, postgresql_url: str
+) -> None:
+    newest = len(sql.migrations("postgresql"))
+    by_hand.execute("insert into oncebox.schema_version (number, name) values (%s, 'next')", (newest + 1,))
+    PostgreSQLStore.open(postgresql_url).close()
+    for look in (store.migrate, store.pending_migrations):
+        with pytest.raises(
+            SchemaTooNew, match=f"has schema {newest + 1}, and this version knows the migrations up to {newest}"
+        ):
+            look()
+    by_hand.execute("insert into oncebox.schema_version (number, name) values (%s, 'after that')", (newest + 2,))
+    with pytest.raises(SchemaTooNew, match=f"runs on {newest} and {newest + 1}; upgrade oncebox"):
+        PostgreSQLStore.open(postgresql_url)
+
+
 def test_an_older_and_a_newer_schema_name_the_way_out(
     store: PostgreSQLStore, by_hand: psycopg.Connection, postgresql_url: str, with_migration: list[Migration]
 ) -> None:
@@ -474,11 +602,28 @@ def test_a_migration_gives_up_rather_than_make_every_writer_wait(
         Migration(number=len(with_migration) + 1, name="wider", sql="alter table oncebox.event add column extra text")
     )
     monkeypatch.setitem(store._sql, "migration_patience", "set local lock_timeout = '50ms'")
+    monkeypatch.setattr(postgresql, "MIGRATION_PAUSE", 0.01)
     with psycopg.connect(postgresql_url) as writer:
         writer.execute("insert into oncebox.event (event_type, payload) values ('open', '')")
         with pytest.raises(StoreError, match="lock timeout"):
             store.migrate()
     assert len(store.migrate()) == 1
+
+
+def test_a_migration_tries_again_when_a_long_lock_has_ended(
+    store: PostgreSQLStore, postgresql_url: str, with_migration: list[Migration], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_migration.append(
+        Migration(number=len(with_migration) + 1, name="wider", sql="alter table oncebox.event add column extra text")
+    )
+    monkeypatch.setitem(store._sql, "migration_patience", "set local lock_timeout = '50ms'")
+    with psycopg.connect(postgresql_url) as writer, ThreadPoolExecutor(1) as pool:
+        writer.execute("insert into oncebox.event (event_type, payload) values ('open', '')")
+        running = pool.submit(store.migrate)
+        clock.sleep(0.3)
+        store.append(_events(1))  # a third party is not held up
+        writer.commit()
+        assert [migration.name for migration in running.result(60)] == ["wider"]
 
 
 # --- the database refuses ------------------------------------------------------------------------------------------
@@ -604,18 +749,63 @@ def test_a_transaction_that_only_looks_or_claims_holds_no_reader_up(
         busy.rollback()
 
 
-def test_who_was_admitted_before_the_log_may_read_it(
-    by_hand: psycopg.Connection, postgresql_url: str, role: str, store: PostgreSQLStore
-) -> None:
-    by_hand.execute("drop table oncebox.log; drop function oncebox.note_pruned cascade")
-    by_hand.execute("delete from oncebox.schema_version where number >= 2")
-    by_hand.execute("select oncebox.admit(%s, 'relay')", (role,))
-    store.migrate()
-    reader = PostgreSQLStore.open(_url_of(postgresql_url, role))
+@pytest.fixture
+def early_role(
+    postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[tuple[str, str]]:
+    """A role that was admitted to a part under an early schema, and its URL; the schema is at this version now."""
+    version, part = request.param
+    name, known = f"role_{uuid7().hex}", sql.migrations("postgresql")
+    with postgresql.database() as url:
+        store = PostgreSQLStore.open(url, check_schema=False)
+        with monkeypatch.context() as before:
+            before.setattr(sql, "migrations", lambda _: known[:version])
+            store.migrate()
+        with psycopg.connect(url, autocommit=True) as owner:
+            owner.execute(f"create role {name} login password 'secret'".encode())
+            owner.execute("select oncebox.admit(%s, %s)", (name, part))
+            store.migrate()
+            store.close()
+            yield name, _url_of(url, name)
+            owner.execute(f"drop owned by {name}; drop role {name}".encode())
+
+
+@pytest.mark.parametrize("early_role", [(1, "relay")], indirect=True)
+def test_who_was_admitted_before_the_log_may_read_it(early_role: tuple[str, str]) -> None:
+    reader = PostgreSQLStore.open(early_role[1])
     reader.set_reader("stream", "")
     assert reader.log_end().last == 0
     assert reader.read_log(after=0, until=1, limit=1, bytes_max=1) == []
     reader.close()
+
+
+@pytest.mark.parametrize(
+    "early_role", [(2, "operator"), (len(sql.migrations("postgresql")), "operator")], indirect=True
+)
+def test_an_operator_may_change_settings_whenever_it_was_admitted(early_role: tuple[str, str]) -> None:
+    operator = PostgreSQLStore.open(early_role[1])
+    entry = operator.begin_audit(who="test", action="pause", why=None, what={})
+    operator.change_control({"paused": True}, audit_id=entry)
+    assert operator.control().paused
+    operator.close()
+
+
+@pytest.mark.parametrize("early_role", [(2, "relay"), (len(sql.migrations("postgresql")), "relay")], indirect=True)
+def test_a_relay_may_change_no_settings(early_role: tuple[str, str]) -> None:
+    relay = PostgreSQLStore.open(early_role[1])
+    with pytest.raises(StoreError, match="permission denied"):
+        relay.change_control({"paused": True}, audit_id=1)
+    relay.close()
+
+
+@pytest.mark.parametrize("early_role", [(3, "relay"), (len(sql.migrations("postgresql")), "relay")], indirect=True)
+def test_a_relay_may_report_failing_destinations_whenever_it_was_admitted(early_role: tuple[str, str]) -> None:
+    relay = PostgreSQLStore.open(early_role[1])
+    report: dict[str, Any] = {"reason": "x", "worker": "w", "event_types": None, "valid_for": LEASE}
+    assert relay.report_failing(relay="r", destination="orders", **report) is not None
+    relay.remove_failing(relay="r", destinations=["orders"])
+    assert relay.failing_destinations() == []
+    relay.close()
 
 
 def test_a_standby_cannot_say_where_the_log_ends() -> None:
@@ -628,3 +818,61 @@ def test_a_standby_cannot_say_where_the_log_ends() -> None:
             with pytest.raises(InvalidSetting, match="is a standby"):
                 reads.log_end()
             reads.close()
+
+
+# --- one order of locks ----------------------------------------------------------------------------------------------
+
+
+def _waits_for_locks(by_hand: psycopg.Connection, count: int) -> None:
+    """Return when so many sessions wait for a row."""
+    waiting = "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
+    deadline = clock.monotonic() + 30
+    while by_hand.execute(waiting).fetchone() != (count,):
+        assert clock.monotonic() < deadline, f"{count} sessions never waited for a lock"
+        clock.sleep(0.01)
+
+
+@pytest.mark.requirement("LR-012", "LC-08")
+def test_a_kill_and_a_renewal_of_many_leases_do_not_deadlock(
+    store: PostgreSQLStore, by_hand: psycopg.Connection, postgresql_url: str
+) -> None:
+    """The kill waits in the middle, for a row of its first victim, while the renewal begins with the other claim."""
+    store.append(_events(2))
+    (early,) = store.claim(worker="w", limit=1, lease=LEASE)
+    store.finalize([(early, Retry("no"))])
+    held = [store.claim(worker="w", limit=1, lease=LEASE)[0] for _ in range(2)]
+    by_event = sorted(held, key=lambda claim: claim.seq)
+    first, second = by_event if by_event[0].seq == early.seq else reversed(by_event)
+    assert (
+        store.renew(worker="w", tokens=[first.token], lease=LEASE) == frozenset()
+    )  # its row is now the last of the table
+    entry = store.begin_audit(who="test", action="kill", why=None, what={})
+    ids = [first.event.event_id, second.event.event_id]
+    with psycopg.connect(postgresql_url) as barrier, ThreadPoolExecutor(2) as pool:
+        barrier.execute("select from oncebox.trouble where seq = %s for update", (first.seq,))
+        killing = pool.submit(store.kill, ids, reason="test", audit_id=entry)
+        _waits_for_locks(by_hand, 1)
+        renewing = pool.submit(store.renew, worker="w", tokens=[first.token, second.token], lease=LEASE)
+        _waits_for_locks(by_hand, 2)
+        barrier.rollback()
+        assert {one.event_id for one in killing.result(30)} == set(ids)
+        assert renewing.result(30) == {first.token, second.token}
+
+
+@pytest.mark.requirement("LR-012", "LC-08")
+def test_kills_renewals_and_reaps_at_once_all_succeed(store: PostgreSQLStore) -> None:
+    events = _events(300) + _events(100, "k")
+    store.append(events)
+    tokens = [claims[0].token for _ in range(40) if (claims := store.claim(worker="w", limit=10, lease=LEASE))]
+    entry = store.begin_audit(who="test", action="kill", why=None, what={})
+    random.Random(13).shuffle(events)
+    parts = [[one.event_id for one in events[start::8]] for start in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        kills = [pool.submit(store.kill, part, reason="test", audit_id=entry) for part in parts]
+        others: list[Future[object]] = []
+        others += [pool.submit(store.renew, worker="w", tokens=tokens[::-1], lease=LEASE) for _ in range(20)]
+        others += [pool.submit(store.reap) for _ in range(5)]
+        assert sum(len(kill.result(60)) for kill in kills) == 400
+        for other in others:
+            other.result(60)
+    assert store.stats().states[State.DEAD] == 400

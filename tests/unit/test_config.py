@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncebox.config import Budget, Control, Timing, hidden_password, parse_duration
+from oncebox.config import Budget, Control, Timing, parse_duration
 from oncebox.errors import InvalidSetting
 
 seconds = st.integers(1, 600).map(lambda number: timedelta(seconds=number))
@@ -154,18 +154,3 @@ def test_a_duration_is_read_as_people_write_it(text: str, duration: timedelta) -
 def test_what_is_no_duration_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(InvalidSetting, match=r"30s|shorter"):
         parse_duration(text)
-
-
-@pytest.mark.requirement("SC-01")
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("postgresql://shop:s3cret@host/db", "postgresql://shop:***@host/db"),
-        ("redis://:s3cret@host:6379/0", "redis://:***@host:6379/0"),
-        ("postgresql://host/db?user=shop&password=s3cret", "postgresql://host/db?user=shop&password=***"),
-        ("kafka://host/topic?sasl_password=s3cret&acks=all", "kafka://host/topic?sasl_password=***&acks=all"),
-        ("sqlite:///outbox.db", "sqlite:///outbox.db"),
-    ],
-)
-def test_a_url_is_shown_without_its_secrets(url: str, shown: str) -> None:
-    assert hidden_password(url) == shown

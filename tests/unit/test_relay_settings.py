@@ -97,3 +97,17 @@ def test_whatever_lease_an_operator_chooses_the_other_times_keep_to_it(lease: ti
 
 def test_a_longer_lease_does_not_slow_the_heartbeat_down() -> None:
     assert RelaySettings().under(Control(lease=seconds(600))).timing.heartbeat == Timing().heartbeat
+
+
+def test_a_failing_destination_is_left_alone_for_a_lease_at_most() -> None:
+    timing = Timing(lease=seconds(3), heartbeat=seconds(0.5), reaper_interval=seconds(1), shutdown_timeout=seconds(3))
+    assert RelaySettings(timing=timing).pause_longest == seconds(3)
+    assert RelaySettings(timing=timing, pause_max=seconds(2)).pause_longest == seconds(2)
+    assert RelaySettings(timing=timing, pause_min=seconds(4), pause_max=seconds(5)).pause_longest == seconds(4)
+
+
+def test_a_silent_worker_counts_as_gone_after_three_leases_unless_told_otherwise() -> None:
+    assert Timing().silence == seconds(90)
+    assert Timing(silence_max=seconds(40)).silence == seconds(40)
+    with pytest.raises(InvalidSetting, match="silence_max"):
+        Timing(silence_max=seconds(29))

@@ -28,14 +28,17 @@ from oncebox.errors import (
     StoreUnavailable,
 )
 from oncebox.event import Claim, Dead, NewEvent, Published, Released, Retry, State, Verdict
+from oncebox.stores import sql
 from oncebox.stores.base import Order, Query
 from oncebox.stores.sqlite import APPEND_ROWS, SQLiteStore
 from oncebox.stores.sqlite_delivery import KEY_SHARE
 from oncebox.stores.sqlite_file import BUSY_TIMEOUT, Location
 
+NUMBERS = [migration.number for migration in sql.migrations("sqlite")]
 LEASE = timedelta(seconds=30)
 T = TypeVar("T")
 SPAWN = multiprocessing.get_context("spawn")
+NUMBERS = [migration.number for migration in sql.migrations("sqlite")]
 
 
 @pytest.fixture
@@ -142,7 +145,7 @@ def test_an_option_that_is_wrong_is_refused_with_a_hint(options: str, message: s
 def test_a_look_at_a_file_that_does_not_exist_does_not_make_it(path: Path, method: str) -> None:
     with closing(SQLiteStore.open(f"sqlite:///{path}", check_schema=False)) as opened:
         if method == "pending_migrations":
-            assert [migration.number for migration in opened.pending_migrations()] == [1, 2]
+            assert [migration.number for migration in opened.pending_migrations()] == NUMBERS
         else:
             with pytest.raises(SchemaMissing, match="oncebox init"):
                 getattr(opened, method)()
@@ -199,6 +202,18 @@ def test_a_name_that_somebody_else_uses_is_refused_and_nothing_is_made(path: Pat
         assert connection.execute("SELECT name FROM sqlite_schema").fetchall() == before
 
 
+def test_a_file_in_another_encoding_is_refused_and_nothing_is_made(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA encoding = 'UTF-16'")
+        connection.execute("CREATE TABLE orders (id INTEGER)")
+        with (
+            closing(SQLiteStore.open(f"sqlite:///{path}", check_schema=False)) as opened,
+            pytest.raises(InvalidSetting, match="UTF-16"),
+        ):
+            opened.migrate()
+        assert connection.execute("SELECT name FROM sqlite_schema").fetchall() == [("orders",)]
+
+
 def _migrate(path: Path, start: Any, ran: Any) -> None:
     start.wait()
     with closing(SQLiteStore.open(f"sqlite:///{path}", check_schema=False)) as opened:
@@ -210,7 +225,7 @@ def test_of_many_processes_that_migrate_at_once_one_does(path: Path) -> None:
     processes = [SPAWN.Process(target=_migrate, args=(path, start, ran)) for _ in range(4)]
     for process in processes:
         process.start()
-    assert sorted(number for _ in processes for number in ran.get(timeout=120)) == [1, 2]
+    assert sorted(number for _ in processes for number in ran.get(timeout=120)) == NUMBERS
     for process in processes:
         process.join()
         assert process.exitcode == 0
@@ -225,7 +240,7 @@ def test_a_migration_that_fails_leaves_nothing_behind(path: Path, monkeypatch: p
     with pytest.raises(StoreError, match="nonsense"):
         opened.migrate()
     monkeypatch.undo()
-    assert [migration.number for migration in opened.migrate()] == [1, 2]
+    assert [migration.number for migration in opened.migrate()] == NUMBERS
     opened.close()
 
 
@@ -457,9 +472,12 @@ def test_no_way_of_inserting_replaces_an_event(by_hand: sqlite3.Connection, stor
         ("event_id", "'6F9619FF-8B86-D011-B42D-00CF4FC964FF'", "event_id is a UUID in its canonical lower-case form"),
         ("event_id", "'6f9619ff8b86d011b42d00cf4fc964ff'", "canonical"),
         ("event_type", "''", "event_type has 1 to 255 characters"),
-        ("event_type", "printf('%.*c', 256, 'x')", "event_type has 1 to 255 characters"),
+        ("event_type", "printf('%.*c', 241, 'x')", "event_type has 1 to 240 bytes"),
+        ("event_type", "printf('%.*c', 121, 'é')", "event_type has 1 to 240 bytes"),
+        ("event_type", "'order' || char(0x200b)", "no control characters and no invisible ones"),
+        ("event_type", "'order' || char(0) || 'created'", "no control characters and no invisible ones"),
         ("event_type", "'order created'", "event_type has no white space"),
-        ("event_type", "'order' || char(10)", "event_type has no white space"),
+        ("event_type", "'order' || char(10)", "no control characters"),
         ("event_type", "NULL", "NOT NULL"),
         ("payload", "'text'", "cannot store TEXT value in BLOB column"),
         ("payload", "NULL", "NOT NULL"),
@@ -846,3 +864,28 @@ def test_a_write_that_the_database_refuses_is_named_in_our_words(path: Path, sto
     with pytest.raises(ForbiddenWrite, match=r"outbox\.db: the database refused the write \(not today\)"):
         _claim(store)
     assert [record.state for record in store.find()] == [State.PENDING]
+
+
+@pytest.mark.requirement("SC-05", "LR-042")
+def test_a_claim_that_cannot_be_decoded_is_not_made(store: SQLiteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.append([NewEvent(event_id=one, event_type="t", payload=b"") for one in uuid7s(3)])
+    with monkeypatch.context() as broken:
+        broken.setattr("oncebox.stores.sqlite.claims_of", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            store.claim(worker="w", limit=2, lease=LEASE)
+    assert (store.stats().states[State.CLAIMED], store.stats().eligible) == (0, 3)
+    assert [claim.attempts for claim in store.claim(worker="w", limit=5, lease=LEASE)] == [1, 1, 1]
+
+
+def test_code_runs_on_its_own_schema_and_on_the_next_one_but_migrates_neither_down(
+    store: SQLiteStore, path: Path, by_hand: sqlite3.Connection
+) -> None:
+    insert = "INSERT INTO oncebox_schema (number, name, applied_at) VALUES (?, 'later', 0)"
+    by_hand.execute(insert, (len(NUMBERS) + 1,))
+    SQLiteStore.open(f"sqlite:///{path}").close()
+    for look in (store.migrate, store.pending_migrations):
+        with pytest.raises(SchemaTooNew, match=f"has schema {len(NUMBERS) + 1}, and this version knows the migrations"):
+            look()
+    by_hand.execute(insert, (len(NUMBERS) + 2,))
+    with pytest.raises(SchemaTooNew, match="upgrade oncebox"):
+        SQLiteStore.open(f"sqlite:///{path}")

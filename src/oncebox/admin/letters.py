@@ -16,7 +16,7 @@ from uuid import UUID
 
 from .. import clock
 from ..errors import InvalidSetting, StateError
-from ..processor.records import DeadLetter, dead_letter_from
+from ..processor.records import DeadLetter, dead_letter_from, is_letter, whole
 from ..processor.requests import AUDIT, LETTERS_MAX, Action, Audited, Named, Request, asking, audit_from
 from ..sources.base import Position
 from ..states.base import Space, StateStore, StateView
@@ -39,6 +39,7 @@ class LetterQuery:
     error: str | None = None  # a part of the error, in either case
     died_from: datetime | None = None
     died_to: datetime | None = None
+    lost: bool | None = None  # only those that the source deleted before they were processed, or only others
 
     def fits(self, letter: DeadLetter) -> bool:
         """Whether this letter is meant."""
@@ -50,6 +51,7 @@ class LetterQuery:
             and (self.error is None or self.error.casefold() in letter.error.casefold())
             and (self.died_from is None or letter.died_at >= self.died_from)
             and (self.died_to is None or letter.died_at < self.died_to)
+            and (self.lost is None or letter.lost == self.lost)
         )
 
 
@@ -92,12 +94,23 @@ class Letters:
     # --- looking -----------------------------------------------------------------------------------------------------
 
     def find(
-        self, query: LetterQuery | None = None, *, limit: int | None = None, newest: bool = False
+        self,
+        query: LetterQuery | None = None,
+        *,
+        limit: int | None = None,
+        newest: bool = False,
+        payloads: bool = True,
     ) -> Generator[Found, None, None]:
-        """The letters that fit, by the time of their death, oldest first unless told otherwise."""
+        """The letters that fit, by the time of their death, oldest first unless told otherwise.
+
+        Without `payloads`, large ones are not read: `DeadLetter.apart` is their size, then.
+        """
         with ExitStack() as stack:
             views = opened(self._store, self._processor, stack)
-            yield from _letters(views, _sorted(_places(views, query or LetterQuery()), limit, newest))
+            for found in _letters(views, _sorted(_places(views, query or LetterQuery()), limit, newest)):
+                letter = whole(found.letter, views[found.partition]) if payloads else found.letter
+                if letter is not None:
+                    yield found._replace(letter=letter)
 
     def count(self, query: LetterQuery | None = None) -> int:
         """How many letters fit now."""
@@ -130,10 +143,10 @@ class Letters:
 
         Of each key in the order in which they stood, behind what waits already; oldest deaths first if `limit` cuts.
         At most `rate` a second: the owners keep to it, each to its share. What fails again is a dead letter again.
-        A query without any filter is refused unless `everything` is said.
+        A query without any filter is refused unless `everything` is said. Lost letters are left where they are.
         """
         what = _checked(Action.REDRIVE, query, everything=everything, limit=limit, rate=rate)
-        places = self._chosen(query, limit)
+        places = self._chosen(self.redrivable(query), limit)
         return self._ask(Action.REDRIVE, places, who=who, why=why, what=what, rate=rate, progress=progress)
 
     def purge(
@@ -151,6 +164,16 @@ class Letters:
         what = _checked(Action.PURGE, query, everything=everything, limit=limit, rate=rate)
         places = self._chosen(query, limit)
         return self._ask(Action.PURGE, places, who=who, why=why, what=what, rate=rate, progress=progress)
+
+    def redrivable(self, query: LetterQuery) -> LetterQuery:
+        """The same query without lost letters; `InvalidSetting` if it names one by its id."""
+        if query.event_ids:
+            for one in self.find(replace(query, lost=True), limit=1):
+                raise InvalidSetting(
+                    f"the dead letter {one.letter.event.event_id} is lost: {one.letter.source} deleted the event "
+                    "before it was processed, and nothing of it is left to handle; `oncebox dlq purge` removes it"
+                )
+        return replace(query, lost=False)
 
     def _chosen(self, query: LetterQuery, limit: int | None) -> list[Place]:
         with ExitStack() as stack:
@@ -215,6 +238,7 @@ def described(query: LetterQuery) -> dict[str, Any]:
         "error": query.error,
         "died_from": query.died_from and query.died_from.isoformat(),
         "died_to": query.died_to and query.died_to.isoformat(),
+        "lost": query.lost,
     }
     return {name: value for name, value in parts.items() if value}
 
@@ -223,7 +247,7 @@ def _checked(
     action: Action, query: LetterQuery, *, everything: bool, limit: int | None, rate: float | None
 ) -> dict[str, Any]:
     """What an audit entry says of it; `InvalidSetting` if it takes all without saying so, or can never end."""
-    if query == LetterQuery() and not everything:
+    if query in (LetterQuery(), LetterQuery(lost=False)) and not everything:
         raise InvalidSetting(f"a {action} without a filter takes every dead letter; name some, or say all")
     if rate is not None and rate <= 0:
         raise InvalidSetting(f"a rate of {rate} events a second never ends; give one above 0")
@@ -257,8 +281,10 @@ def _scanned(view: StateView, query: LetterQuery) -> Iterator[tuple[bytes, bytes
     for prefix in [event_id.bytes for event_id in query.event_ids] if few else [b""]:
         after: bytes | None = None
         while page := view.scan(Space.DEAD_LETTERS, prefix, after=after, limit=PAGE):
-            yield from page
+            yield from ((key, value) for key, value in page if is_letter(key))
             after = page[-1][0]
+            if not is_letter(after):  # from here on there are parts of payloads only
+                break
 
 
 def _sorted(places: Iterable[Place], limit: int | None, newest: bool) -> list[Place]:

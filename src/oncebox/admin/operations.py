@@ -15,7 +15,18 @@ from .. import clock
 from ..config import Control
 from ..errors import InvalidSetting, StoreError
 from ..event import TERMINAL, NewEvent, Record, State, check_schedule
-from ..stores.base import AuditEntry, Killed, Migration, Order, OutboxStore, Past, Query, Stats, Step
+from ..stores.base import (
+    AuditEntry,
+    FailingDestination,
+    Killed,
+    Migration,
+    Order,
+    OutboxStore,
+    Past,
+    Query,
+    Stats,
+    Step,
+)
 
 BATCH = 1_000  # events changed in one transaction of a long action
 PAGE = 500  # events read at once
@@ -98,6 +109,10 @@ class Operations:
     def stats(self) -> Stats:
         """Counts of each state, and what an operator looks at first."""
         return self._store.stats()
+
+    def failing_destinations(self) -> list[FailingDestination]:
+        """The destinations that take no events now, as relays reported them, the longest failing first."""
+        return self._store.failing_destinations()
 
     def audit(self, *, limit: int = 100) -> list[AuditEntry]:
         """The latest actions, newest first."""
@@ -226,11 +241,10 @@ class Operations:
 
     def set_control(self, *, who: str, why: str | None = None, action: str = "settings", **changes: Any) -> Control:
         """Change some of the settings that every relay obeys; return all of them. The others stay as they are."""
-        control = replace(self._store.control(), **changes)
-        what = {name: control.to_rows().get(name) for name in changes}
+        what = Control.changed_rows(changes)
         audit_id = self._store.begin_audit(who=who, action=action, why=why, what=what)
-        self._store.set_control(control, audit_id=audit_id)
-        return control
+        self._store.change_control(changes, audit_id=audit_id)
+        return self._store.control()
 
     def forget_reader(self, name: str, *, who: str, why: str | None = None) -> bool:
         """Let `prune` wait for this reader no longer; false if nobody of that name is registered."""

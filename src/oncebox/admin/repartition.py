@@ -8,7 +8,7 @@ event waits for a retry, no emitted event for the outbox, no request for its own
 - a dead letter goes where the key of its event goes;
 - what is known of duplicates goes to every partition: which one a duplicate comes in is not known by its id;
 - checkpoints of a log stay with the partitions of the same number, which are the same logs as before; partitions that
-  are new begin at their start. Where a group of the broker knows what is done, checkpoints are not needed;
+  are new begin at their start. Where a group of the broker knows what is done, the checkpoint says so much;
 - the audit stays.
 
 What was there is left as it was: the copy is in another store, or has another name.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from ..errors import Fenced, InvalidSetting
 from ..processor import records
-from ..processor.records import dead_letter_from, progress_from
+from ..processor.records import dead_letter_from, is_letter, part_of, progress_from
 from ..processor.requests import ASKED
 from ..publishers.message import key_of
 from ..sources.base import Source
@@ -63,13 +63,20 @@ def repartition(
         _check_still(processor, owners, source)
         _check_keys(processor, owners, source)
         routes = _Routes(owners, source, partitions)
-        repartitioned(store, processor, partitions, routes, into=into, name=copy)
+        repartitioned(store, processor, partitions, routes, into=into, name=copy, also=_standing(source, partitions))
         _check_owned(processor, copy, owners)
     moved = Moved(partitions=partitions, keys=routes.moved[Space.STATE], letters=routes.moved[Space.DEAD_LETTERS])
     what = {"from": processor, "to": copy, "partitions": [had, partitions], "source": source.name}
     for place, named in ((store, processor), (into, copy)):
         note(place, named, "repartition", who=who, why=why, what=what, count=moved.keys)
     return moved
+
+
+def _standing(source: Source, partitions: int) -> Iterable[Entry]:
+    """A checkpoint for each partition of which a broker's group knows something: all of it is done."""
+    for number in range(partitions):
+        if (progress := source.standing(number, partitions)) is not None:
+            yield Entry(number, Space.CHECKPOINTS, source.name.encode(), records.progress_bytes(progress), None)
 
 
 class _Routes:
@@ -82,7 +89,8 @@ class _Routes:
         self.moved: Counter[Space] = Counter()
 
     def __call__(self, entry: Entry) -> Iterable[int]:
-        self.moved[entry.space] += 1
+        if entry.space is not Space.DEAD_LETTERS or is_letter(entry.key):
+            self.moved[entry.space] += 1
         match entry.space:
             case Space.STATE:
                 return [self._source.route(entry.key.decode(), self._partitions)]
@@ -97,17 +105,21 @@ class _Routes:
         return []
 
     def _letter(self, entry: Entry) -> int:
-        key = key_of(dead_letter_from(entry.value).event)
+        value = entry.value if is_letter(entry.key) else self._stored(entry.partition, part_of(entry.key))
+        key = None if value is None else key_of(dead_letter_from(value).event)
         return entry.partition % self._partitions if key is None else self._source.route(key, self._partitions)
 
     def _known(self, entry: Entry) -> Iterable[int]:
         """What never expires is that of a dead letter; if it has a key, its duplicates come where the letter goes."""
         if entry.expires_at is None:
-            letter = self._owners[entry.partition].get(Space.DEAD_LETTERS, [entry.key]).get(entry.key)
+            letter = self._stored(entry.partition, entry.key)
             key = None if letter is None else key_of(dead_letter_from(letter).event)
             if key is not None:
                 return [self._source.route(key, self._partitions)]
         return range(self._partitions)
+
+    def _stored(self, partition: int, identity: bytes) -> bytes | None:
+        return self._owners[partition].get(Space.DEAD_LETTERS, [identity]).get(identity)
 
     def _checkpoint(self, entry: Entry) -> Iterable[int]:
         same = self._source.capabilities.positions and entry.key == self._source.name.encode()
@@ -141,7 +153,7 @@ def _check_still(processor: str, owners: Sequence[StatePartition], source: Sourc
             key.decode()
             for owner in owners
             for key, _ in owner.scan(Space.CHECKPOINTS)
-            if key not in {records.STARTED, records.SUSPECTS}
+            if not key.startswith(b"\0")  # what is kept beside the checkpoints
         }
         raise InvalidSetting(f"{processor} has read nothing of {source.name}; it has of {', '.join(known) or 'none'}")
     for number, owner in enumerate(owners):

@@ -11,7 +11,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing
 from datetime import datetime
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from ..errors import InvalidSetting
@@ -123,9 +123,16 @@ def imported(store: StateStore, processor: str, lines: Iterable[str]) -> int:
 
 
 def repartitioned(
-    store: StateStore, processor: str, partitions: int, route: Route, *, into: StateStore, name: str | None = None
+    store: StateStore,
+    processor: str,
+    partitions: int,
+    route: Route,
+    *,
+    into: StateStore,
+    name: str | None = None,
+    also: Iterable[Entry] = (),
 ) -> int:
-    """Copy a processor's state to another number of partitions, each entry to wherever `route` says.
+    """Copy a processor's state to another number of partitions, each entry to wherever `route` says; `also` is added.
 
     The processor must not run. What is left behind is as it was: the copy is in another store, or has another name.
     """
@@ -135,7 +142,7 @@ def repartitioned(
         for entry in _apart(whole)
         for number in dict.fromkeys(route(entry))
     )
-    return _write(into, name or processor, partitions, moved)
+    return _write(into, name or processor, partitions, chain(moved, also))
 
 
 def _apart(entry: Entry) -> Iterable[Entry]:

@@ -23,7 +23,7 @@ from .progress import Bar
 from .tables import Screen
 from .words import WHO_VARIABLE
 
-OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, MISUSED, LEFT, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 class Refused(Exception):

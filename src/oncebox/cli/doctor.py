@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ..admin.doctor import Finding, examine, examine_publisher
+from ..admin.doctor import WAITING_MAX, Expectation, Finding, examine, examine_publisher
 from ..errors import OnceboxError
 from ..relay.file import read_settings
 from ..spark.health import java_version, spark_fits, spark_version
@@ -43,12 +43,12 @@ def _store(call: Call) -> Iterator[Finding]:
         settings = read_settings(call.args.config) if call.args.config else None
         store = open_store(call.args.store)
     except OnceboxError as error:
-        yield Finding("store", str(error), "mend this first; nothing else about the store could be looked at")
+        yield Finding("store", str(error), "fix this first; nothing else about the store could be looked at")
         return
     try:
-        yield from examine(store, settings)
-    except OnceboxError as error:
-        yield Finding("store", str(error), "mend what it says, and look again")
+        yield from examine(
+            store, settings, Expectation(cron=call.args.cron, waiting_max=call.args.waiting_max or WAITING_MAX)
+        )
     finally:
         store.close()
 
@@ -57,7 +57,7 @@ def _broker(url: str) -> Finding:
     try:
         publisher = open_publisher(url)
     except OnceboxError as error:
-        return Finding("broker", str(error), "mend the URL given with --to")
+        return Finding("broker", str(error), "correct the URL given with --to")
     try:
         return examine_publisher(publisher)
     finally:

@@ -17,7 +17,7 @@ from ..admin.letters import Found
 from ..config import Control
 from ..event import Event, Record
 from ..processor.requests import Audited
-from ..stores.base import AuditEntry, Killed, Migration, Past, Stats
+from ..stores.base import AuditEntry, FailingDestination, Killed, Migration, Past, Stats
 
 DEPTH_MAX = 100  # what is nested deeper stays text: no reader has to follow it
 _BRACKETS = re.compile(r"[\[\]{}]")
@@ -85,7 +85,10 @@ def letter(found: Found) -> dict[str, Any]:
         "replays": dead.replays,
         "failures": dead.failures,
         "error": dead.error,
+        "lost": dead.lost,
         "traceback": dead.traceback,
+        "cut": list(dead.cut),
+        "emitted": dead.emitted,
         "died_at": moment(dead.died_at),
         "redriven": dead.redriven,
         "source": dead.source,
@@ -133,7 +136,11 @@ def stats(found: Stats) -> dict[str, Any]:
     """The store at one moment."""
     return {
         "states": {str(state): number for state, number in found.states.items()},
+        "eligible": found.eligible,
+        "held": found.held,
+        "retrying": found.retrying,
         "delayed": found.delayed,
+        "blocked": found.blocked,
         "suspect": found.suspect,
         "blocked_keys": found.blocked_keys,
         "oldest_pending_seconds": seconds(found.oldest_pending),
@@ -141,6 +148,20 @@ def stats(found: Stats) -> dict[str, Any]:
         "expired_claims": found.expired_claims,
         "workers": found.workers,
         "paused": found.paused,
+    }
+
+
+def failing(one: FailingDestination) -> dict[str, Any]:
+    """A destination that takes no events; null stands for the broker as a whole."""
+    return {
+        "relay": one.relay,
+        "destination": one.destination or None,
+        "reason": one.reason,
+        "failing_seconds": seconds(one.failing_for),
+        "waiting": one.waiting,
+        "waiting_more": one.waiting_more,
+        "reported_by": one.reported_by,
+        "reported_seconds_ago": seconds(one.reported_ago),
     }
 
 

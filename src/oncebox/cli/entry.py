@@ -1,8 +1,10 @@
 """The way in and out: arguments to a command, errors to a message and an exit code.
 
-Exit codes: 0 done, 1 it failed, 2 wrong use, 130 interrupted. No secret of the store's URL leaves by any of them.
+Exit codes: 0 done, 1 it failed, 2 wrong use, 3 it ended and work is left, 130 interrupted. No secret of a URL leaves by
+any of them: each message is made of parts that hold none.
 """
 
+import argparse
 import contextlib
 import io
 import json
@@ -10,11 +12,11 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from urllib.parse import unquote, urlsplit
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ..errors import DuplicateEvent, OnceboxError, UsageError
-from ..stores.base import hidden_password
+from ..config import STORE_VARIABLE
+from ..errors import DuplicateEvent, InvalidSetting, OnceboxError, UsageError
+from ..url import parse_url
 from ..wiring import store_url
 from . import acting, doctor, letters, looking, relaying, states, words
 from .call import FAILED, INTERRUPTED, MISUSED, OK, Call, Refused
@@ -22,6 +24,15 @@ from .parser import WrongUse, parse
 from .tables import Screen
 
 _OPTION = re.compile(r"--[a-z-]+=")
+
+URL_OPTIONS = {
+    "store": "--store",
+    "to": "--to",
+    "source": "--from",
+    "state": "--state",
+    "emit": "--emit",
+    "into": "--into",
+}
 
 RUN: Mapping[str, Callable[[Call], int]] = {
     "init": acting.migrate,
@@ -51,6 +62,7 @@ RUN: Mapping[str, Callable[[Call], int]] = {
     "state export": states.export,
     "state import": states.import_,
     "state repartition": states.repartition,
+    "state accept-loss": states.accept_loss,
     "reap": relaying.reap,
     "doctor": doctor.doctor,
     "readers": acting.readers,
@@ -75,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # --help and --version
         return OK if end.code is None else int(end.code)
     except Exception as error:  # noqa: BLE001 - an operator gets a message, never a bare traceback
-        return _fail(argv, *_judged(error))
+        return _fail(argv, *_judged(error, secret=_holds_secret(argv)))
     return code
 
 
@@ -84,10 +96,24 @@ def _run(argv: Sequence[str]) -> int:
         words.root().print_help(sys.stderr)
         return MISUSED
     args = parse(argv, words.root(), words.COMMANDS)
+    _check_urls(args)
     return RUN[args.command](Call(args, Screen.of_stdout()))
 
 
-def _judged(error: Exception) -> tuple[int, Exception, str]:
+def _check_urls(args: argparse.Namespace) -> None:
+    """A URL that cannot be read is never shown: only here is known which option holds it."""
+    given = {option: getattr(args, name, None) for name, option in URL_OPTIONS.items()}
+    if not args.store and STORE_VARIABLE in os.environ:
+        given[STORE_VARIABLE] = os.environ[STORE_VARIABLE]
+    for where, url in given.items():
+        if isinstance(url, str) and url:
+            try:
+                parse_url(url)
+            except InvalidSetting as error:
+                raise InvalidSetting(f"{where}: {error}") from None
+
+
+def _judged(error: Exception, *, secret: bool) -> tuple[int, Exception, str]:
     """What an error means to an operator: an exit code, and a message."""
     match error:
         case WrongUse():
@@ -99,7 +125,7 @@ def _judged(error: Exception) -> tuple[int, Exception, str]:
         case OnceboxError():
             return FAILED, error, str(error)
     hint = "this should not happen: --debug shows where; please report it"
-    return FAILED, error, f"unexpected {type(error).__name__}: {error}\n{hint}"
+    return FAILED, error, f"unexpected {_words(error, secret=secret)}\n{hint}"
 
 
 def _fail(argv: Sequence[str], code: int, error: BaseException, message: str) -> int:
@@ -110,28 +136,51 @@ def _fail(argv: Sequence[str], code: int, error: BaseException, message: str) ->
     else:
         shown = f"oncebox: {told}"
     if "--debug" in argv:
-        shown = "".join(traceback.format_exception(error)) + shown
+        shown = "".join(_traceback(error, secret=_holds_secret(argv))) + shown
     with contextlib.suppress(BrokenPipeError):
-        print(_redacted(shown, argv), file=sys.stderr, flush=True)
+        print(shown, file=sys.stderr, flush=True)
     return code
 
 
-def _redacted(text: str, argv: Sequence[str]) -> str:
-    """The text without the password of the store's URL, in whatever form a driver quotes it."""
-    for url in _urls(argv):
-        text = text.replace(url, hidden_password(url))
-        try:
-            secret = urlsplit(url).password
-        except ValueError:
-            continue
-        for form in {secret, unquote(secret)} if secret else ():
-            text = text.replace(form, "***")
-    return text
+def _traceback(error: BaseException, *, secret: bool) -> Iterator[str]:
+    """The traceback of an error and of what caused it, like Python's own but for the words of strangers."""
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if before is not None:
+        yield from _traceback(before, secret=secret)
+        yield "\nwhich led to\n\n"
+    yield "Traceback (most recent call last):\n"
+    for frame in traceback.extract_tb(error.__traceback__):
+        yield f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n'
+        if frame.line and not secret:  # a password may stand in a program's own text
+            yield f"    {frame.line}\n"
+    yield f"{_words(error, secret=secret)}\n"
 
 
-def _urls(argv: Sequence[str]) -> list[str]:
-    """Every word that may be a store's URL: the command line may not have been understood."""
-    return [_OPTION.sub("", word) for word in argv if "://" in word] + [store_url()]
+def _words(error: BaseException, *, secret: bool) -> str:
+    """The kind of an error and its text; our own texts are made without secrets, others may quote what they were given.
+
+    So where a secret was given, the text of a stranger's error is left out: nothing is replaced in it, for a part of
+    the secret might stay.
+    """
+    kind = type(error).__name__
+    if secret and not isinstance(error, OnceboxError | WrongUse | Refused):
+        return f"{kind} (its text may quote a password of a URL, so it is not shown)"
+    return f"{kind}: {error}"
+
+
+def _holds_secret(argv: Sequence[str]) -> bool:
+    """Whether any word, or the store of the environment, is a URL with a secret, or may be one."""
+    words = [word.partition("=")[2] if _OPTION.match(word) else word for word in (*argv, store_url())]
+    return any(map(_may_hold_secret, words))
+
+
+def _may_hold_secret(word: str) -> bool:
+    if "://" not in word and "@" not in word:
+        return False
+    try:
+        return parse_url(word).secret
+    except InvalidSetting:
+        return True
 
 
 def _forget_stdout() -> None:

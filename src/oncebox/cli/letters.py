@@ -2,14 +2,16 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import chain, islice
 from uuid import UUID
 
 from .. import clock
 from ..admin.letters import Asked, Found, LetterQuery, Letters
 from ..processor.requests import Action, Audited
+from ..states.base import StateStore
 from . import documents, tables, values
 from .acting import given_ids
 from .call import FAILED, OK, Call, Refused, following
@@ -26,7 +28,7 @@ def list_letters(call: Call) -> int:
     cut = None if limit == values.ALL else limit + 1
     with (
         call.states() as store,
-        closing(Letters(store, args.processor).find(_query(args), limit=cut, newest=args.newest)) as found,
+        closing(_found(store, args, cut)) as found,
     ):
         listed = islice(found, limit)
         for line in json_array(map(documents.letter, listed)) if args.json else _table(listed, call):
@@ -34,6 +36,12 @@ def list_letters(call: Call) -> int:
         if next(found, None) is not None:
             call.note(f"more than {tables.letters(limit)} fit; --limit N or --limit all shows more")
     return OK
+
+
+def _found(store: StateStore, args: argparse.Namespace, limit: int | None) -> Generator[Found, None, None]:
+    """Payloads are for programs: the table shows none."""
+    letters = Letters(store, args.processor)
+    return letters.find(_query(args), limit=limit, newest=args.newest, payloads=args.json)
 
 
 def _table(found: Iterator[Found], call: Call) -> Iterator[str]:
@@ -93,6 +101,8 @@ def _letter_lines(one: Found, screen: Screen) -> Iterator[str]:
     payload = document.pop("payload"), document.pop("payload_base64", None)
     trace = document.pop("traceback")
     document["position"] = ", ".join(map(str, document["position"]))
+    document["cut"] = ", ".join(document["cut"])
+    document["lost"] = "yes" if one.letter.lost else "no"
     order = ("event_id", "event_type", "error", "died_at", *document)
     yield from tables.fields(((name, shown(document[name])) for name in dict.fromkeys(order)), screen)
     if trace:
@@ -123,6 +133,12 @@ def _ask(call: Call, action: Action) -> int:
     with call.states() as store:
         letters = Letters(store, args.processor)
         missing = _missing(letters, query)
+        if action is Action.REDRIVE:
+            whole, query = query, letters.redrivable(query)
+            if lost := letters.count(replace(whole, lost=True)):
+                call.note(
+                    f"{tables.letters(lost)} lost by the source can't be redriven; `oncebox dlq purge` removes them"
+                )
         total = letters.count(query)
         total = total if limit is None else min(total, limit)
         if args.dry_run:
@@ -150,7 +166,7 @@ def _missing(letters: Letters, query: LetterQuery) -> list[UUID]:
     """Those of the ids given that have no letter which fits."""
     if not query.event_ids:
         return []
-    there = {one.letter.event.event_id for one in letters.find(query)}
+    there = {one.letter.event.event_id for one in letters.find(query, payloads=False)}
     return [event_id for event_id in query.event_ids if event_id not in there]
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from .. import clock
 from ..event import Record, State
-from ..stores.base import AuditEntry, Order, Past, Stats
+from ..relay.destinations import name_of
+from ..stores.base import AuditEntry, FailingDestination, Order, Past, Stats
 from . import documents, tables, values
 from .call import FAILED, OK, Call, Refused, query
 from .tables import Column, Screen
@@ -122,8 +123,34 @@ def stats(call: Call) -> int:
     """`stats`."""
     with call.operations() as operations:
         found = operations.stats()
-    call.answer(documents.stats(found), _stats_lines(found, call.screen))
+        failing = operations.failing_destinations()
+    document = documents.stats(found) | {"failing_destinations": [documents.failing(one) for one in failing]}
+    call.answer(document, chain(_stats_lines(found, call.screen), _failing_lines(failing, call.screen)))
     return OK
+
+
+def _failing_lines(failing: Sequence[FailingDestination], screen: Screen) -> Iterator[str]:
+    """Nothing while all destinations take events."""
+    if not failing:
+        return
+    columns = (
+        Column("FAILING DESTINATION", least=12),
+        Column("FOR", right=True),
+        Column("WAITING", right=True),
+        Column("REPORTED", right=True, droppable=True),
+        Column("REASON", least=20),
+    )
+    rows = (
+        (
+            name_of(one.destination),
+            tables.age(one.failing_for),
+            f"{one.waiting:,}{'+' if one.waiting_more else ''}",
+            f"{tables.age(one.reported_ago)} ago",
+            one.reason,
+        )
+        for one in failing
+    )
+    yield from tables.table(columns, rows, screen)
 
 
 def _stats_lines(found: Stats, screen: Screen) -> Iterator[str]:
@@ -139,7 +166,9 @@ def _remarks(found: Stats, state: State) -> Iterator[str]:
     if state is State.PENDING:
         if found.oldest_pending is not None:
             yield f"oldest eligible for {tables.age(found.oldest_pending)}"
-        yield from (f"{n:,} {word}" for n, word in ((found.delayed, "delayed"), (found.suspect, "suspect")) if n)
+        for word in ("retrying", "delayed", "blocked", "suspect"):
+            if number := getattr(found, word):
+                yield f"{number:,} {word}"
     if state is State.CLAIMED:
         if found.oldest_claim is not None:
             yield f"oldest claim {tables.age(found.oldest_claim)}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..config import STORE_DEFAULT, STORE_VARIABLE
+from ..url import shown_word
 from . import values
 
 HELP_WIDTH_MAX = 100
@@ -34,6 +35,16 @@ class Parser(argparse.ArgumentParser):
         action = super().add_argument(*names, **settings)
         self.arguments.append(action)
         return action
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """As in argparse, but no message quotes a URL: it may hold a password."""
+        try:
+            return super()._get_values(action, arg_strings)
+        except argparse.ArgumentError:
+            if all(shown_word(word) == word for word in arg_strings):
+                raise
+            shown = " ".join(map(shown_word, arg_strings))
+            raise argparse.ArgumentError(action, f"does not take {shown!r}") from None
 
     def error(self, message: str) -> NoReturn:
         """Raise `WrongUse` instead of ending the process."""
@@ -96,7 +107,10 @@ def parse(argv: Sequence[str], root: Parser, commands: Mapping[str, Command]) ->
     name, behind = _command(words[0], behind, commands)
     parser = commands[name].parser()
     _check_options([*before, *behind], parser)
-    return parser.parse_intermixed_args([*before, *behind])
+    args, surplus = parser.parse_known_intermixed_args([*before, *behind])
+    if surplus:
+        parser.error(f"unrecognized arguments: {' '.join(map(shown_word, surplus))}")
+    return args
 
 
 def _command(word: str, behind: Sequence[str], commands: Mapping[str, Command]) -> tuple[str, Sequence[str]]:
@@ -172,8 +186,10 @@ def _check_options(argv: Sequence[str], parser: Parser) -> None:
         name = word.partition("=")[0]
         if name.startswith("--") and " " not in name and name not in parser.options:
             raise WrongUse(_unknown("option", name, parser.options), f"{parser.prog} --help")
+        if "=" in word and name in parser.options and name not in parser.options_with_value:
+            raise WrongUse(f"{name} takes no value", f"{parser.prog} --help")
 
 
 def _unknown(kind: str, word: str, known: Iterable[str]) -> str:
     hint = values.meant(word, known)
-    return f"unknown {kind} {word!r}" + (f"; {hint.strip()}" if hint else "")
+    return f"unknown {kind} {shown_word(word)!r}" + (f"; {hint.strip()}" if hint else "")

@@ -3,29 +3,50 @@
 import logging
 import os
 import signal
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict, replace
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from .. import logs
 from ..config import Timing
+from ..errors import (
+    PublisherRefused,
+    PublisherUnavailable,
+    SourceUnavailable,
+    StateInUse,
+    StateRefused,
+    StoreRefused,
+    StoreUnavailable,
+)
+from ..logs import LogSettings
+from ..outage import outlast
 from ..processor.app import load
+from ..processor.unhandled import listed
 from ..relay.file import read_settings, timing_from
 from ..relay.reaper import Reaper
 from ..relay.settings import RelaySettings
 from ..stores.base import hidden_password
 from ..wiring import open_publisher, open_source, open_store, store_url
-from .call import OK, Call, Refused
+from .call import LEFT, OK, Call, Refused
 
 if TYPE_CHECKING:
-    from ..spark.driver import Plan
+    from ..spark.driver import Left, Plan, SparkRelay
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
-_TIMES = ("lease", "heartbeat", "reaper_interval", "shutdown_timeout")
+AWAY = (StoreUnavailable, PublisherUnavailable, SourceUnavailable)  # the same call may pass later
+REFUSED = (StoreRefused, PublisherRefused, StateRefused)  # it answers, and an operator must correct the login
+_LEFT = {  # what a processor's drain leaves, by reason
+    "unread": "{:,} partitions have events that were not read",
+    "retries": "{:,} events wait for a retry, or behind one of their key",
+    "redrives": "{:,} dead letters wait to be redriven or purged",
+    "emits": "{:,} emitted events wait for their outbox",
+    "held": "{:,} partitions are held by another run; stop it first",
+    "failing": "{:,} partitions meet an error; the log says which",
+}
+_TIMES = ("lease", "heartbeat", "reaper_interval", "shutdown_timeout", "silence_max")
 _OWN = ("name", "claim_max", "claim_bytes_max", "in_flight", "rate_max")
 
 
@@ -33,16 +54,52 @@ def relay(call: Call) -> int:
     """`relay`: what is wrong with the settings, the store or the URL is said before Spark is started."""
     settings, plan = _settings(call), _plan(call)
     _log(call)
-    open_publisher(call.args.to).close()
-    open_store(call.args.store).close()
     with _signals() as stop:
-        published = _run(call, settings, plan, stop)
-    document = {"store": call.store, "to": hidden_password(call.args.to), "published": published}
-    call.answer(document, [f"published {published:,} events"])
-    return OK
+        running = _run(call, settings, plan, stop) if _all_answer(call, stop) else None
+    published, left = (running.published, running.left) if running else (0, None)
+    if plan.drain and left is None:
+        raise Refused(f"stopped before it could count what is left; published {published:,} events")
+    document: dict[str, Any] = {"store": call.store, "to": hidden_password(call.args.to), "published": published}
+    if left is not None:
+        document["left"] = asdict(left)
+    call.answer(document, [f"published {published:,} events", *([] if left is None else _left_lines(left))])
+    return LEFT if left is not None and left.number else OK
 
 
-def _run(call: Call, settings: RelaySettings, plan: "Plan", stop: threading.Event) -> int:
+def _left_lines(left: "Left") -> Iterator[str]:
+    """What a drain leaves, for people."""
+    reasons = {name: number for name, number in asdict(left).items() if number}
+    no_work: dict[str, int] = {name: reasons.pop(name) for name in ("delayed", "blocked") if name in reasons}
+    if reasons:
+        yield f"{left.number:,} events are left: {_listed(reasons)}; `oncebox list --state PENDING` shows why"
+    if no_work:
+        yield f"not due, or behind a DEAD event: {_listed(no_work)}"
+
+
+def _listed(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{number:,} {name}" for name, number in reasons.items())
+
+
+def _all_answer(call: Call, stop: threading.Event) -> bool:
+    """Wait until broker and store answer; false if told to stop first. A drain does not wait: it fails."""
+    with closing(open_publisher(call.args.to)) as publisher:
+        broker = _answers(call, stop, publisher.check)
+    return broker and _answers(call, stop, lambda: open_store(call.args.store).close())
+
+
+def _answers(call: Call, stop: threading.Event, ask: Callable[[], object]) -> bool:
+    if getattr(call.args, "drain", False):
+        ask()
+        return not stop.is_set()
+    try:
+        outlast(ask, errors=AWAY, never=REFUSED, who=call.args.command, ends=stop.is_set, sleep=stop.wait)
+    except AWAY:
+        if not stop.is_set():
+            raise
+    return not stop.is_set()
+
+
+def _run(call: Call, settings: RelaySettings, plan: "Plan", stop: threading.Event) -> "SparkRelay | None":
     from ..spark import driver
     from ..spark.session import session
 
@@ -51,10 +108,17 @@ def _run(call: Call, settings: RelaySettings, plan: "Plan", stop: threading.Even
         call.args.master or driver.master_for(plan), app=f"oncebox relay {settings.name}", archive_classes=True
     )
     if stop.is_set():
-        return 0
-    running = driver.relay(spark, to=call.args.to, store=store_url(call.args.store), settings=settings, plan=plan)
+        return None
+    running = driver.relay(
+        spark,
+        to=call.args.to,
+        store=store_url(call.args.store),
+        settings=settings,
+        plan=plan,
+        gives_up=lambda: stop.is_set() or plan.drain,
+    )
     running.run(stop)
-    return running.published
+    return running
 
 
 def _settings(call: Call) -> RelaySettings:
@@ -82,7 +146,8 @@ def _plan(call: Call) -> "Plan":
             f"the relay runs on Spark, and {error.name!r} is not there: pip install 'oncebox[spark]'"
         ) from error
     args = call.args
-    given: dict[str, Any] = {name: getattr(args, name) for name in ("queries", "tasks", "shift", "checkpoint")}
+    names = ("queries", "tasks", "shift", "checkpoint", "drain_wait")
+    given: dict[str, Any] = {name: getattr(args, name) for name in names}
     if args.receipts:
         given["receipts"] = Receipts.parse(args.receipts)
     chosen = {name: value for name, value in given.items() if value is not None}
@@ -99,20 +164,36 @@ def process(call: Call) -> int:
     args = call.args
     host.find_modules_here()
     app = load(args.app)
-    open_source(args.source, consumer=app.name).close()
     _log(call)
-    given = {name: getattr(args, name) for name in ("tasks", "shift") if getattr(args, name) is not None}
+    names = ("tasks", "shift", "drain_wait")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     with _signals() as stop:
+        if not _answers(call, stop, lambda: open_source(args.source, consumer=app.name).close()):
+            return OK
         call.note(f"{app.name}: {hidden_password(args.source)} → {hidden_password(args.state)}: starting Spark")
         spark = session(args.master, app=f"oncebox process {app.name}", archive_classes=True)
         if stop.is_set():
             return OK
         options = {"source": args.source, "state": args.state, "emit": args.emit, "drain": args.drain, **given}
-        running = host.process(spark, args.app, **options)
+        try:
+            running = host.process(spark, args.app, gives_up=lambda: stop.is_set() or args.drain, **options)
+        except StateInUse:  # it stood by until it was told to stop
+            if not stop.is_set():
+                raise
+            return OK
         running.run(stop)
-    document = {"processor": app.name, "handled": running.handled}
-    call.answer(document, [f"handled {running.handled:,} events"])
-    return OK
+    handled, left = running.handled, running.left
+    if args.drain and left is None:
+        raise Refused(f"stopped before it could count what is left; handled {handled:,} events")
+    document: dict[str, Any] = {"processor": app.name, "handled": handled, "unhandled": running.unhandled}
+    lines = [f"handled {handled:,} events"]
+    if running.unhandled:
+        lines.append(f"no handler: {listed(running.unhandled)}")
+    if left is not None:
+        document["left"] = {name: left.get(name, 0) for name in _LEFT}
+        lines += [_LEFT[name].format(left[name]) for name in _LEFT if left.get(name)]
+    call.answer(document, lines)
+    return LEFT if left else OK
 
 
 def reap(call: Call) -> int:
@@ -120,27 +201,31 @@ def reap(call: Call) -> int:
     interval = Timing().reaper_interval if call.args.interval is None else call.args.interval
     Timing(lease=max(interval * 2, timedelta(seconds=30)), reaper_interval=interval)  # above 0
     _log(call)
-    store = open_store(call.args.store)
-    try:
-        reaper = Reaper(store, interval=interval)
-        if call.args.once:
-            swept = reaper.sweep()
-            document = {"recovered": swept.recovered, "died": swept.died}
-            call.answer(document, [f"{swept.recovered:,} events are eligible again, {swept.died:,} are DEAD"])
-            return OK
-        call.note(f"{call.store}: reaping every {interval.total_seconds():g} s; Ctrl-C stops")
-        with _signals() as stop:
-            reaper.run(stop)
-    finally:
-        store.close()
+    if call.args.once:
+        with closing(open_store(call.args.store)) as store:
+            swept = Reaper(store, interval=interval).sweep()
+        document = {"recovered": swept.recovered, "died": swept.died}
+        call.answer(document, [f"{swept.recovered:,} events are eligible again, {swept.died:,} are DEAD"])
+        return OK
+    call.note(f"{call.store}: reaping every {interval.total_seconds():g} s; Ctrl-C stops")
+    with _signals() as stop:
+        if _answers(call, stop, lambda: open_store(call.args.store).close()):
+            with closing(open_store(call.args.store)) as store:
+                Reaper(store, interval=interval).run(stop)
     return OK
 
 
 def _log(call: Call) -> None:
     """What a relay has to say goes to standard error; Spark's own words only when they matter."""
-    level = logging.DEBUG if call.args.debug else logging.INFO
-    logging.basicConfig(stream=sys.stderr, format=LOG_FORMAT, level=logging.WARNING)
-    logging.getLogger("oncebox").setLevel(level)
+    logs.configure(LogSettings(level=logging.DEBUG if call.args.debug else logging.INFO, command=True))
+    if not call.args.debug:
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(_is_not_of_py4j)
+
+
+def _is_not_of_py4j(record: logging.LogRecord) -> bool:
+    """When the JVM dies, py4j logs a stack as the root logger; the command names that end by itself."""
+    return record.module != "java_gateway"
 
 
 @contextmanager

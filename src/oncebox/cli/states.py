@@ -1,14 +1,16 @@
-"""The commands for a processor's state: look at it, export it, import it, and move it to other partitions."""
+"""The commands for a processor's state: look at it, export it, import it, move it, and accept that it lost events."""
 
 import sys
 from base64 import b64encode
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from ..admin import states, trail
+from ..admin.losses import accept_loss as accepted
 from ..admin.repartition import repartition as repartitioned
 from ..processor.memory import decoded
 from ..stores.base import hidden_password
@@ -132,6 +134,21 @@ def repartition(call: Call) -> int:
         "partitions; run it there from now on, and never again on what was there before"
     )
     call.answer({**document, "keys": moved.keys, "letters": moved.letters}, [line])
+    return OK
+
+
+def accept_loss(call: Call) -> int:
+    """`state accept-loss`."""
+    args = call.args
+    with call.states() as store, closing(open_source(args.source, consumer=args.processor)) as source:
+        losses = accepted(store, args.processor, source, partition=args.partition, **call.audited)
+        name = source.name
+    lines = [
+        f"partition {one.partition}: accepted the loss of up to {one.events:,} events ({one.where})" for one in losses
+    ]
+    document = {"processor": args.processor, "source": name, "accepted": [asdict(loss) for loss in losses]}
+    nothing = f"nothing to accept: {args.processor} has what {name} remembers as done, or reads it again"
+    call.answer(document, lines or [nothing])
     return OK
 
 

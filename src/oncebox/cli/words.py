@@ -37,10 +37,10 @@ def _overview() -> str:
 # --- arguments that several commands share -------------------------------------------------------------------------
 
 
-def _audited(parser: Parser) -> None:
+def _audited(parser: Parser, *, why_required: bool = False) -> None:
     who = f"who acts, for the audit entry (default: ${WHO_VARIABLE}, else user@host)"
     parser.add_argument("--who", metavar="NAME", help=who)
-    parser.add_argument("--why", metavar="TEXT", help="why, for the audit entry")
+    parser.add_argument("--why", metavar="TEXT", required=why_required, help="why, for the audit entry")
 
 
 def _asks(parser: Parser) -> None:
@@ -175,6 +175,7 @@ def _relay(parser: Parser) -> None:
         ("--heartbeat", "TIME", values.duration, "how often leases are renewed: below a third of the lease"),
         ("--reaper-interval", "TIME", values.duration, "how often expired claims are looked for (default: 10s)"),
         ("--shutdown-timeout", "TIME", values.duration, "how long a shutdown may take: at most the lease"),
+        ("--silence-max", "TIME", values.duration, "when a silent worker counts as gone (default: three leases)"),
         ("--claim-max", "N", values.count, "events in one claim (default: 1000)"),
         ("--claim-bytes-max", "N", values.count, "bytes of payload in one claim (default: 64 MiB)"),
         ("--in-flight", "N", values.count, "publish calls at once, by each worker (default: 10)"),
@@ -182,7 +183,11 @@ def _relay(parser: Parser) -> None:
         ("--failures-max", "N", values.count, "failures of its own after which an event is DEAD (default: 10)"),
     ):
         parser.add_argument(name, metavar=metavar, type=kind, help=text)
-    parser.add_argument("--drain", action="store_true", help="end once nothing is eligible, with exit code 0")
+    parser.add_argument(
+        "--drain", action="store_true", help="end once nothing is left, or with exit code 3 if something is"
+    )
+    wait = "how long a drain waits, without progress, for retries and leases (default: 30s)"
+    parser.add_argument("--drain-wait", metavar="TIME", type=values.duration, help=wait)
     parser.add_argument(
         "--no-reaper", action="store_true", help="`oncebox reap` runs elsewhere; without one, nothing is claimed"
     )
@@ -201,7 +206,10 @@ def _process(parser: Parser) -> None:
     parser.add_argument("--tasks", metavar="N", type=values.count, help="how many share the partitions (default: 2)")
     shift = "how long a micro-batch lasts (default: 60s, on several machines 10s)"
     parser.add_argument("--shift", metavar="TIME", type=values.duration, help=shift)
-    parser.add_argument("--drain", action="store_true", help="end once nothing is left, with exit code 0")
+    drained = "end once nothing is left, or with exit code 3 if something is"
+    parser.add_argument("--drain", action="store_true", help=drained)
+    wait = "how long a drain waits, without progress, for retries and other runs (default: 30s)"
+    parser.add_argument("--drain-wait", metavar="TIME", type=values.duration, help=wait)
 
 
 def _state_of(parser: Parser) -> None:
@@ -288,6 +296,14 @@ def _state_repartition(parser: Parser) -> None:
     _audited(parser)
 
 
+def _state_accept_loss(parser: Parser) -> None:
+    _state_of(parser)
+    source = "what it reads, as `oncebox process --from` names it"
+    parser.add_argument("--from", dest="source", metavar="URL", required=True, help=source)
+    parser.add_argument("--partition", metavar="N", type=int, help="this partition only (default: all)")
+    _audited(parser, why_required=True)
+
+
 def _reap(parser: Parser) -> None:
     interval = "how often expired claims are looked for (default: 10s)"
     parser.add_argument("--interval", metavar="TIME", type=values.duration, help=interval)
@@ -297,6 +313,17 @@ def _reap(parser: Parser) -> None:
 def _doctor(parser: Parser) -> None:
     parser.add_argument("--to", metavar="URL", help="also ask this broker, as `oncebox relay --to` names it")
     parser.add_argument("--config", metavar="FILE", help="also check these relay settings against the store's")
+    parser.add_argument(
+        "--cron",
+        action="store_true",
+        help="relays only run from time to time, with --drain: that no relay and no reaper is alive is well",
+    )
+    parser.add_argument(
+        "--waiting-max",
+        type=values.duration,
+        metavar="TIME",
+        help="how long an eligible event may wait before that is a finding (default: 5m)",
+    )
     parser.add_argument(
         "--no-spark", action="store_true", help="no relay runs on this machine: do not look for Spark and Java"
     )
@@ -603,6 +630,27 @@ _IN_ORDER: Sequence[Command] = (
         arguments=_state_repartition,
     ),
     Command(
+        name="state accept-loss",
+        summary="go on with a state that is older than its source",
+        description="Accept that the effects of some events are lost. A processor stops with `StateBehind` when its "
+        "source remembers events as done that its state store does not have: an old backup was restored, a file or "
+        "folder was removed, or a database lost its last commits. Restore the newer state if you can, or have the "
+        "source hand the events out again; this command is for when neither is possible. The processor must not run. "
+        "It prints what was accepted and writes an audit entry (`oncebox dlq audit`); then start the processor. What "
+        "a log hands out again by itself is no loss, and is left as it is.",
+        examples=(
+            (
+                "oncebox state accept-loss totals --state sqlite:///state "
+                "--from 'kafka://broker:9092?topic=order.created' --why 'disk lost, no backup'"
+            ),
+            (
+                "oncebox state accept-loss totals --partition 3 --state rocksdb:///state "
+                "--from 'valkey://cache:6379?stream=order.created&partitions=8' --why 'restored from yesterday'"
+            ),
+        ),
+        arguments=_state_accept_loss,
+    ),
+    Command(
         name="reap",
         summary="return the claims of the dead, until stopped",
         description="Return expired claims to PENDING, or to DEAD when their budget is spent. Each relay has a reaper "
@@ -613,9 +661,14 @@ _IN_ORDER: Sequence[Command] = (
     Command(
         name="doctor",
         summary="look for what is wrong, and say what to do",
-        description="Look at the store, its schema, reapers and workers, at what waits and why, at the broker, at Java "
-        "and Spark, and at settings that contradict each other. Exit code 1 if anything is found.",
-        examples=("oncebox doctor", "oncebox doctor --to kafka://broker:9092 --config relay.toml"),
+        description="Look at the store, its schema and disk, at reapers and workers, at failing destinations, at DEAD "
+        "events, at what waits and why, at the broker, at Java and Spark, and at settings that contradict each other. "
+        "Exit code 1 if anything is found.",
+        examples=(
+            "oncebox doctor",
+            "oncebox doctor --to kafka://broker:9092 --config relay.toml",
+            "oncebox doctor --cron --waiting-max 30m",
+        ),
         arguments=_doctor,
     ),
     Command(

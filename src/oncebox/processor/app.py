@@ -7,13 +7,15 @@ import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
 
 from ..errors import InvalidSetting
 from ..event import Event
 
 NAME_MAX = 64
 RETRIES_MAX = 1_000
+UNHANDLED = ("skip", "stop", "dead")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -32,13 +34,16 @@ class State(Protocol):
         """The value of a key, as this handler would see it after what it has put so far."""
 
     def put(self, key: str, value: Any, *, ttl: timedelta | None = None) -> None:
-        """Set a value; with `ttl`, it is gone after that time."""
+        """Set a value of up to 64 MiB; with `ttl`, it is gone after that time, also for later events of its batch."""
 
     def delete(self, key: str) -> None:
         """Remove a key, if it is there."""
 
     def add(self, key: str, number: int = 1) -> int:
-        """Add to a counter that begins at 0; its new value."""
+        """Add a whole number to a counter that begins at 0; its new value. A time to live that it has stays.
+
+        `TypeError` for anything but an integer (a bool is none), and for a key that holds something else.
+        """
 
     def scan(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
         """The keys that begin so, and their values, in the order of the keys' bytes."""
@@ -63,8 +68,9 @@ class Context(Protocol):
 
         What a handler does with it is committed with the state and the checkpoint, and undone when the handler fails:
         a `sqlite3.Connection` to the file of this partition, or a `psycopg.Connection`. It ends with the handler, which
-        may not commit, roll back, close or LISTEN, and should not wait: nobody else gets the partition meanwhile. With
-        state in RocksDB it is an error that stops the processor.
+        may not commit, roll back, close or LISTEN, and should not wait: nobody else gets the partition meanwhile. What
+        the commit refuses, a deferred constraint for example, is the handler's failure. With state in RocksDB it is an
+        error that stops the processor.
         """
 
     def emit(
@@ -110,7 +116,8 @@ class Processor:
             ctx.state.add(event.ordering_key, event.json()["amount"])
 
     `max_retries` 3 means one run and three retries (EO-07), after `retry_delay`, doubling up to `retry_delay_max`.
-    `inbox` is how long a duplicate is known as one.
+    `inbox` is how long a duplicate is known as one. `unhandled` says what becomes of events whose type has no handler:
+    "skip" and count them, "stop" the processor (`Unhandled`), or make each a "dead" letter.
     """
 
     name: str
@@ -119,6 +126,7 @@ class Processor:
     retry_delay_max: timedelta = timedelta(seconds=30)
     inbox: timedelta = timedelta(days=7)
     limits: Limits = field(default_factory=Limits)
+    unhandled: Literal["skip", "stop", "dead"] = "skip"
     _handlers: dict[str, Handler] = field(default_factory=dict, init=False, repr=False)
     _default: Handler | None = field(default=None, init=False, repr=False)
 
@@ -133,6 +141,8 @@ class Processor:
             raise InvalidSetting(
                 f"retry_delay ({self.retry_delay}) must be above 0 and at most retry_delay_max ({self.retry_delay_max})"
             )
+        if self.unhandled not in UNHANDLED:
+            raise InvalidSetting(f"unhandled is {self.unhandled!r}; give one of {', '.join(UNHANDLED)}")
         if self.inbox <= timedelta(0):
             raise InvalidSetting(f"inbox is {self.inbox}; give a time above 0")
 
@@ -151,7 +161,7 @@ class Processor:
         return register
 
     def default(self, handler: Handler) -> Handler:
-        """Handle every event whose type has no handler; without one they are skipped, and counted."""
+        """Handle every event whose type has no handler; without one, `unhandled` says what becomes of them."""
         if self._default is not None:
             raise InvalidSetting(f"{self.name} has a default handler already")
         self._default = checked(handler)
@@ -201,6 +211,17 @@ def checked(handler: Handler) -> Handler:
         name = getattr(handler, "__name__", repr(handler))
         raise InvalidSetting(f"the handler {name} takes other arguments; write def {name}(event, ctx)") from None
     return handler
+
+
+def sealed(event: Event) -> Event:
+    """The event as a handler gets it. The handler cannot change what a retry or a dead letter has (EM-24)."""
+    return event._replace(headers=_sealed(event.headers), metadata=_sealed(event.metadata))
+
+
+def _sealed(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return MappingProxyType({name: _sealed(part) for name, part in value.items()})
+    return tuple(map(_sealed, value)) if isinstance(value, list) else value
 
 
 def load(path: str) -> Processor:

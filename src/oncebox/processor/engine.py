@@ -8,6 +8,9 @@
 6. Acknowledge.                                     A crash before it: redelivered, and left out by step 1 (EO-05).
 7. Forward what was emitted, then remove it.        A crash between: forwarded again, and known by its id.
 
+When the state store refuses the content of 5, or a handler of 3 has ended or outlived the transaction, nothing of the
+batch has happened. Its events are run again one by one; the one that is refused alone has failed, as if it had raised.
+
 Where state and outbox are one database, what is emitted is written there in 5, and so is 6 if the events came from it:
 then nothing is left to forward or to acknowledge, and a lease that was lost undoes all of it.
 
@@ -18,27 +21,34 @@ marker is always committed by itself, right before its handler runs.
 """
 
 import logging
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
 from .. import clock
-from ..errors import DuplicateEvent, InvalidSetting, OnceboxError, TransactionEnded
-from ..event import Event, NewEvent
-from ..sources.base import Message, Progress, SourcePartition
-from ..states.base import KEY_BYTES_MAX, Space, StatePartition, Write
+from ..errors import (
+    ChangeRefused,
+    DuplicateEvent,
+    InvalidEvent,
+    InvalidSetting,
+    OnceboxError,
+    TransactionEnded,
+    Unhandled,
+)
+from ..event import NOTHING, Event, NewEvent
+from ..sources.base import Message, Position, Progress, SourcePartition
+from ..states.base import KEY_BYTES_MAX, Space, StatePartition, Write, from_micros, micros
 from ..stores.base import OutboxStore, Query
-from . import records
-from .app import Handler, Permanent, Processor, Runner, State
+from . import records, unhandled
+from .app import Handler, Permanent, Processor, Runner, State, sealed
 from .inbox import Inbox
 from .joined import Joined
 from .memory import Entry, Memory, Overlay, writes
 from .progress import Tracker
 from .requests import Requests
-from .waiting import Tried, Waiting
+from .waiting import NEVER, Failed, Tried, Waiting
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +57,7 @@ FORWARD_MAX = 1_000
 NO_TIME = timedelta(0)
 PREFETCHED_MAX = KEY_BYTES_MAX // 4  # characters of a key that fits for sure
 HOLD = 5.0  # seconds between two words to the source about what is still worked on
+LOST = "lost: the source deleted it before it was acknowledged; unless it was handled, it never will be"
 DIED = "the process died while this event was handled, alone"
 AtStep = Callable[[str], None]
 _lived: set[bytes] = set()  # events that ran alone while their state store failed, and not their process
@@ -62,23 +73,43 @@ class Change:
     failed: list[tuple[Tried, str]] = field(default_factory=list)
     skipped: list[Tried] = field(default_factory=list)  # not run: one of their key failed before them
     letters: list[records.DeadLetter] = field(default_factory=list)
-    unhandled: int = 0  # of a type that nobody handles
+    again: set[bytes] = field(default_factory=set)  # redriven letters of events that this processor emitted
+    unhandled: dict[str, int] = field(default_factory=dict)  # by type: events of types without a handler
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
     """What one turn of the loop did."""
 
-    handled: int = 0  # events whose handlers ran, or that nobody handles
+    handled: int = 0  # events whose handlers ran
     skipped: int = 0  # known already: duplicates, redelivered ones
     failed: int = 0
     dead: int = 0
-    unhandled: int = 0  # of a type that nobody handles
+    unhandled: int = 0  # passed by: their type has no handler
+    # Events of types without a handler, passed by or dead, by type.
+    unhandled_types: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def idle(self) -> bool:
         """Whether there was nothing to do."""
-        return not (self.handled or self.skipped or self.failed or self.dead)
+        return not (self.handled or self.skipped or self.failed or self.dead or self.unhandled)
+
+    @property
+    def finished(self) -> int:
+        """How many events have come to their end."""
+        return self.handled + self.dead + self.unhandled
+
+    @classmethod
+    def total(cls, rounds: Sequence["Round"]) -> "Round":
+        """What several turns did."""
+        return cls(
+            handled=sum(one.handled for one in rounds),
+            skipped=sum(one.skipped for one in rounds),
+            failed=sum(one.failed for one in rounds),
+            dead=sum(one.dead for one in rounds),
+            unhandled=sum(one.unhandled for one in rounds),
+            unhandled_types=unhandled.merged(one.unhandled_types for one in rounds),
+        )
 
 
 class _Context:
@@ -144,6 +175,7 @@ class _Context:
         """See `Context.emit`."""
         self._engine.check_emits()
         body, kind = self._engine.encode(payload)
+        self._engine.check_emitted(body)
         self.emitted.append(
             NewEvent(
                 event_id=records.emitted_id(self._engine.name, self._tried.message, len(self.emitted)),
@@ -192,18 +224,21 @@ class Engine:
         self._runner = Runner()
         self._checkpoint = source_name.encode()
         found = state.get(Space.CHECKPOINTS, [self._checkpoint, records.STARTED, records.SUSPECTS])
-        self._tracker = Tracker(self._start(found.get(self._checkpoint)))
-        self._checkpointed = self._checkpoint in found
+        self._tracker = Tracker(self._start(found.get(self._checkpoint)), source.to_keep)
+        self._keep_origin(found.get(self._checkpoint))
         self._hold_at = clock.monotonic() + HOLD
         self._waiting = Waiting(self._recover(found))
         self._failures = self._failed_before()
         self._inbox = Inbox(state)
         self._marked: list[Tried] = []  # the next batch, if its marker is committed already
+        self._passed: list[Message] = []  # done before, and not acknowledged before the checkpoint covers them
+        self._lost: list[Message] = []  # pending, and gone from the source: dead letters in the next commit
         self._trouble: OnceboxError | None = None  # what the source said while a batch was at work
         self._plenty = False  # the source had as much as was asked for, or nearly
         self._next_outgoing = self._first_free()
         self._requests = Requests(app, state, self._admit)
         self._joined = Joined(state, source, outbox)
+        self.unhandled: dict[str, int] = {}  # events of types without a handler, by type, since it was opened
         self._left = self._joined.emits  # perhaps emitted events of a former life, when they did not join
 
     @property
@@ -220,8 +255,17 @@ class Engine:
 
     def _start(self, checkpoint: bytes | None) -> Progress:
         """Where the checkpoint says or, the first time, where the source began."""
-        progress = records.progress_from(checkpoint)
-        return Progress(self._source.origin, progress.done) if progress.low is None else progress
+        kept = records.progress_from(checkpoint)
+        progress = self._source.trusted(kept)
+        if progress != kept:  # before the first poll: from then on the source may look different
+            self._state.commit([Write(Space.CHECKPOINTS, self._checkpoint, records.progress_bytes(progress))])
+        return Progress(self._source.origin, progress.done, progress.since) if progress.low is None else progress
+
+    def _keep_origin(self, checkpoint: bytes | None) -> None:
+        """Where a log began is found again by nothing else; without it, a next life may begin behind what comes now."""
+        if self._source.origin is not None and records.progress_from(checkpoint).low is None:
+            begun = records.progress_bytes(self._tracker.progress)
+            self._state.commit([Write(Space.CHECKPOINTS, self._checkpoint, begun)])
 
     # --- what a former life left ------------------------------------------------------------------------------------
 
@@ -234,7 +278,7 @@ class Engine:
         changes = [Write(Space.CHECKPOINTS, records.STARTED, None)]
         if len(started) == 1 and started[0] not in _lived:
             failures = failures_of(self._state.get(Space.RETRIES, started).get(started[0])) + 1
-            changes.append(Write(Space.RETRIES, started[0], retry_bytes(failures, DIED)))
+            changes.append(Write(Space.RETRIES, started[0], retry_bytes(failures, DIED, self._due_at(failures))))
             log.error("%s: %s", self.name, DIED)
         suspects |= set(started)
         changes.append(Write(Space.CHECKPOINTS, records.SUSPECTS, records.identities_bytes(suspects)))
@@ -242,9 +286,35 @@ class Engine:
         _lived.difference_update(started)
         return suspects
 
-    def _failed_before(self) -> dict[bytes, int]:
-        """How often each unfinished event has failed; nobody else writes it, so it is read once."""
-        return {key: failures_of(value) for key, value in self._pages(Space.RETRIES)}
+    def _failed_before(self) -> dict[bytes, Failed]:
+        """How often each unfinished event has failed; only the owner writes it, so it is read once."""
+        found = dict(self._pages(Space.RETRIES))
+        if sooner := self._sooner(found):
+            self._state.commit([Write(Space.RETRIES, key, value) for key, value in sooner.items()])
+        return {key: self._failed(value) for key, value in (found | sooner).items()}
+
+    def _sooner(self, found: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+        """Records that are due later than the delay allows, corrected: a clock was set back, or the delay is shorter.
+
+        They are written, so that lives that are shorter than the delay come to its end, too.
+        """
+        changed: dict[bytes, bytes] = {}
+        for key, value in found.items():
+            failures, due_at = failures_of(value), due_of(value)
+            if due_at is not None and due_at > (latest := self._due_at(failures)):
+                changed[key] = retry_bytes(failures, error_of(value), latest)
+        return changed
+
+    def _failed(self, value: bytes) -> Failed:
+        """As a former life has kept it; one that is given up has nothing to wait for."""
+        failures, due_at = failures_of(value), due_of(value)
+        if due_at is None or failures > self._app.max_retries:
+            return Failed(failures)
+        return Failed(failures, clock.monotonic() + (due_at - clock.now()).total_seconds())
+
+    def _due_at(self, failures: int) -> datetime:
+        """When an event that has just failed is tried again."""
+        return clock.now() + self._app.backoff(failures)
 
     def _first_free(self) -> int:
         last = 0
@@ -266,39 +336,59 @@ class Engine:
         if self._left:
             self._forward()  # before anything newer
         self._requests.turn()
+        lost = self._give_up_lost()
         batch, self._marked = self._marked, []
         skipped = 0 if batch else self._take(wait)  # 1
         marked, batch = bool(batch), batch or self._batch()
         if not batch:
-            if skipped and self._log_source:
+            if self._passed:
                 self._pass_over()
             self._forward()
-            return Round(skipped=skipped)
+            return Round(skipped=skipped, dead=lost)
         self._at("taken")
         try:
             if not marked:
                 self._mark(batch)  # 2
             self._at("marked")
-            change = self._handle(batch)  # 3
-            self._at("handled")
-            self._hold_back(change)
-            skipped += self._announce()  # 1, 2 of the next batch
-            done = self._commit(change)  # 4, 5
+            change: Change | None = None
+            try:
+                change = self._handle(batch)  # 3
+                self._at("handled")
+                self._hold_back(change)
+                skipped += self._announce()  # 1, 2 of the next batch
+                done = self._commit(change)  # 4, 5
+            except (ChangeRefused, TransactionEnded) as error:
+                if change is not None and change.failed and len(batch) == 1:  # it is blamed, and that is refused
+                    raise
+                change = self._refused(batch, error)
+                done = [] if change is None else self._commit(change)
         except Exception:  # not the handlers' fault, and this process lives: no event is to blame
             self._state.rollback()
             self._unmark(batch)
             raise
+        if change is None:
+            one = self.step(wait=NO_TIME)  # the first of them, alone
+            return replace(one, skipped=one.skipped + skipped, dead=one.dead + lost)
         self._at("committed")
         if not self._joined.acknowledges:
             self._source.ack(done)  # 6
+        self._ack_passed()
         self._at("acknowledged")
         self._forward()  # 7
+        return self._round(change, skipped, lost)
+
+    def _round(self, change: Change, skipped: int, lost: int) -> Round:
+        """What a turn did that committed this change."""
+        if change.unhandled:
+            self.unhandled = unhandled.merged([self.unhandled, change.unhandled])
+        passed_by = 0 if self._app.unhandled == "dead" else sum(change.unhandled.values())
         return Round(
-            handled=len(change.finished) - len(change.letters),
+            handled=len(change.finished) - len(change.letters) - passed_by,
             skipped=skipped,
             failed=len(change.failed),
-            dead=len(change.letters),
-            unhandled=change.unhandled,
+            dead=len(change.letters) + lost,
+            unhandled=passed_by,
+            unhandled_types=change.unhandled,
         )
 
     def _hold(self) -> None:
@@ -314,7 +404,27 @@ class Engine:
     @property
     def waiting(self) -> int:
         """How many events are delivered, or to be redriven, and unfinished."""
-        return len(self._waiting) + self._requests.left
+        return len(self._waiting) + self._requests.left + len(self._lost)
+
+    @property
+    def retries(self) -> int:
+        """How many events have failed and are unfinished; also those that the source has not delivered again yet."""
+        return len(self._failures)
+
+    @property
+    def due_in(self) -> float | None:
+        """Seconds until the next retry is due; None if no event that was delivered waits for one."""
+        return self._waiting.due_in(clock.monotonic())
+
+    @property
+    def progress(self) -> Progress:
+        """How far the partition is done, as this life knows it."""
+        return self._tracker.progress
+
+    def left(self) -> dict[str, int]:
+        """What was delivered or asked for, and is not done, by reason; emitted events up to `FORWARD_MAX`."""
+        emits = len(self._state.scan(Space.OUTGOING, limit=FORWARD_MAX))
+        return {"retries": len(self._waiting), "redrives": self._requests.left, "emits": emits}
 
     # --- 1 ----------------------------------------------------------------------------------------------------------
 
@@ -325,18 +435,75 @@ class Engine:
         limits, ready = self._app.limits, self._waiting.ready(clock.monotonic())
         room = limits.batch_max - ready
         if room <= 0 or max(self._tracker.held, len(self._waiting)) >= limits.waiting_max:
+            if not ready:  # nothing more is taken before one of them is due
+                clock.sleep(min(wait.total_seconds(), self._waiting.due_in(clock.monotonic()) or 0.0))
             return 0
         messages = self._source.poll(room, bytes_max=limits.batch_bytes_max, timeout=NO_TIME if ready else wait)
         self._plenty = 2 * len(messages) >= room
+        self._miss(self._source.lost())
         return self._sort(messages) if messages else 0
+
+    def _miss(self, lost: Sequence[Message]) -> None:
+        """Noted as delivered at once: the mark of the checkpoint rises over none of them before it is written down."""
+        if lost:
+            covered = self._covered(lost)
+            self._passed += [message for message in lost if message.position in covered]
+            self._lost += [message for message in lost if message.position not in covered]
+
+    def _give_up_lost(self) -> int:
+        """Each is a dead letter, and only then acknowledged; how many there are."""
+        if not self._lost:
+            return 0
+        lost, self._lost = self._lost, []
+        known = self._inbox.known([records.identity(message) for message in lost])
+        letters = [
+            self._lost_letter(message, clock.now()) for message in lost if records.identity(message) not in known
+        ]
+        self._tracker.finished([message.position for message in lost])
+        self._state.commit(
+            [
+                Write(Space.CHECKPOINTS, self._checkpoint, records.progress_bytes(self._tracker.progress)),
+                *(write for letter in letters for write in records.letter_writes(letter)),
+                *(Write(Space.INBOX, one.identity, b"") for one in letters),
+            ]
+        )
+        self._inbox.added([letter.identity for letter in letters])
+        self._at("recorded")
+        self._source.ack(lost)
+        log.error(
+            "%s: %s deleted %d entries before they were acknowledged; each is a dead letter now, marked lost",
+            self.name,
+            self._source_name,
+            len(letters),
+        )
+        return len(letters)
+
+    def _lost_letter(self, message: Message, now: datetime) -> records.DeadLetter:
+        return records.DeadLetter(
+            event=message.event,
+            replays=message.replays,
+            failures=0,
+            error=LOST,
+            traceback="",
+            died_at=now,
+            source=self._source_name,
+            position=message.position,
+            lost=True,
+        )
+
+    def _covered(self, messages: Sequence[Message]) -> Collection[Position]:
+        """Note that these were delivered; those of them that the checkpoint covers, as far as it proves anything."""
+        covered = self._tracker.delivered([message.position for message in messages])
+        if self._log_source:
+            return covered
+        since = self._tracker.since
+        return () if since is None else {position for position in covered if position > since}
 
     def _sort(self, messages: Sequence[Message]) -> int:
         """What is new waits for its turn, what is done is acknowledged again; how many were done."""
         identities = [records.identity(message) for message in messages]
         known = self._inbox.known(identities)
-        covered = self._tracker.delivered([message.position for message in messages])
-        if not self._log_source:
-            covered = ()
+        covered = self._covered(messages)
         done: list[Message] = []
         if known or covered:
             arrived, messages, identities = zip(messages, identities, strict=True), [], []
@@ -347,7 +514,10 @@ class Engine:
                     messages.append(message)
                     identities.append(identity)
             self._tracker.finished([message.position for message in done])
-            self._source.ack(done)
+            if self._log_source or self._tracker.since is not None:
+                self._passed += done
+            else:
+                self._source.ack(done)
         self._waiting.add_all(messages, identities, self._failures)
         return len(done)
 
@@ -356,7 +526,7 @@ class Engine:
         taken = {letter.identity: letter for letter in letters if letter.identity not in self._waiting}
         for identity, letter in taken.items():
             message = Message(letter.position, letter.event, letter.replays)
-            self._waiting.add(message, identity, self._failures.get(identity, 0), letter)
+            self._waiting.add(message, identity, self._failures.get(identity, NEVER), letter)
         return set(taken)
 
     def _batch(self) -> list[Tried]:
@@ -365,16 +535,18 @@ class Engine:
     # --- 2 ----------------------------------------------------------------------------------------------------------
 
     def _mark(self, batch: Sequence[Tried]) -> None:
-        changes = [Write(Space.CHECKPOINTS, records.STARTED, _marker(batch))]
-        if not self._checkpointed:  # where a log began is found again by nothing else
-            changes.append(Write(Space.CHECKPOINTS, self._checkpoint, records.progress_bytes(self._tracker.progress)))
-            self._checkpointed = True
-        self._state.commit(changes)
+        self._state.commit([Write(Space.CHECKPOINTS, records.STARTED, _marker(batch))])
 
     def _pass_over(self) -> None:
         """Duplicates alone move the checkpoint too: later nobody would know them, or the log would not have them."""
         self._state.commit([Write(Space.CHECKPOINTS, self._checkpoint, records.progress_bytes(self._tracker.progress))])
-        self._checkpointed = True
+        self._ack_passed()
+
+    def _ack_passed(self) -> None:
+        """The checkpoint covers them now: a source that remembers acknowledgements is never ahead of it."""
+        passed, self._passed = self._passed, []
+        if passed:
+            self._source.ack(passed)
 
     def _unmark(self, batch: Sequence[Tried] = ()) -> None:
         """Nobody died. When the state store does not even take that, this process remembers whom not to blame."""
@@ -403,6 +575,8 @@ class Engine:
         keys = {tried.message.event.ordering_key for tried in batch}
         self._memory.prefetch([key for key in keys if key and len(key) <= PREFETCHED_MAX])
         handler_of, max_retries = self._app.handler, self._app.max_retries
+        if self._app.unhandled == "stop":
+            self._check_types(batch)
         for tried in batch:
             if clock.monotonic() >= self._hold_at:
                 self._hold()
@@ -411,25 +585,59 @@ class Engine:
                 change.skipped.append(tried)
                 continue
             handler = handler_of(event.event_type)
-            if tried.failures > max_retries:  # it killed its process once too often to be run again
-                change.letters.append(self._letter(tried, tried.failures, DIED, ""))
+            if tried.failures > max_retries:  # it killed its process once too often, or `max_retries` was lowered
+                change.letters.append(self._letter(tried, tried.failures, self._last_error(tried), ""))
+                change.finished.append(tried)
+            elif tried.message.fault is not None:
+                change.letters.append(self._letter(tried, tried.failures + 1, tried.message.fault, ""))
+                change.finished.append(tried)
+            elif tried.emitted:
+                self.check_emits()
+                change.emitted.append(records.emitted_again(event))
+                change.again.add(tried.identity)
                 change.finished.append(tried)
             elif handler is None:
-                change.unhandled += 1
-                change.finished.append(tried)
+                self._pass_by(tried, change)
             elif not self._run(handler, event, tried, change) and event.ordering_key is not None:
                 stopped.add(event.ordering_key)
         return change
 
+    def _check_types(self, batch: Sequence[Tried]) -> None:
+        """Before any handler of the batch runs, stop for an event of a type without a handler."""
+        for tried in batch:
+            event = tried.message.event
+            if self._app.handler(event.event_type) is None and not (tried.letter or tried.message.fault):
+                raise Unhandled(
+                    f"{self.name} has no handler for events of type {event.event_type!r}, like {event.event_id}, and "
+                    'unhandled="stop": add a handler for it or a default, or set unhandled to "skip" or "dead"'
+                )
+
+    def _pass_by(self, tried: Tried, change: Change) -> None:
+        """An event of a type without a handler: count it, and give it up if the processor is set so."""
+        event_type = tried.message.event.event_type
+        unhandled.count(change.unhandled, event_type)
+        unhandled.log_once(self.name, event_type, self._app.unhandled)
+        if self._app.unhandled == "dead":
+            told = f"no handler for events of type {event_type!r}: add one, then redrive this event"
+            change.letters.append(self._letter(tried, tried.failures, told, ""))
+        change.finished.append(tried)
+
+    def _last_error(self, tried: Tried) -> str:
+        """How an event failed in a former life (EO-08)."""
+        value = self._state.get(Space.RETRIES, [tried.identity]).get(tried.identity)
+        return error_of(value) if value else DIED
+
     def _run(self, handler: Handler, event: Event, tried: Tried, change: Change) -> bool:
         """Whether the key may go on: the handler ended well, or its event is given up."""
+        if event.headers is not NOTHING or event.metadata is not NOTHING:
+            event = sealed(event)
         overlay = Overlay(self._memory, change.state)
         context = _Context(self, tried, overlay)
         try:
             self._runner.call(handler, event, context)
             if context.borrowed:
                 context.give_back(keep=True)
-        except NoOutbox:
+        except (NoOutbox, TransactionEnded):  # the transaction is that of the whole batch
             raise
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is this event's failure
             if context.borrowed:
@@ -444,28 +652,44 @@ class Engine:
     def _hold_back(self, change: Change) -> None:
         """What failed has a turn again after a while, and what comes after it in its key not before."""
         for tried, _ in change.failed:
-            delay = self._app.backoff(tried.failures + 1)
-            self._waiting.failed(tried, clock.monotonic() + delay.total_seconds())
-            self._failures[tried.identity] = tried.failures
+            due = clock.monotonic() + self._app.backoff(tried.failures + 1).total_seconds()
+            self._waiting.failed(tried, due)
+            self._failures[tried.identity] = Failed(tried.failures, due)
         self._waiting.held_back(change.skipped)
+
+    def _refused(self, batch: Sequence[Tried], error: OnceboxError) -> Change | None:
+        """Nothing of the batch has happened, and never will: what to commit in its place, or None if it was split."""
+        self._state.rollback()
+        self._waiting.put_back(self._marked)  # an event of the same key may be among them
+        self._marked = []
+        if len(batch) > 1:
+            log.warning(
+                "%s runs %d events again, one by one, to find the one to blame: %s", self.name, len(batch), error
+            )
+            self._waiting.apart(batch)
+            for tried in batch:
+                self._failures.pop(tried.identity, None)
+            return None
+        change = Change()
+        self._note(batch[0], error, change)
+        self._hold_back(change)
+        return change
 
     def _note(self, tried: Tried, error: Exception, change: Change) -> bool:
         """Count a failure; past `max_retries`, or when no retry helps, the event is given up (EO-07)."""
         failures = tried.failures + 1
-        told = f"{type(error).__name__}: {error}"[: records.ERROR_MAX]
+        told = records.error_text(error)
         if isinstance(error, Permanent) or failures > self._app.max_retries:
-            trace = "".join(traceback.format_exception(error))[-records.TRACEBACK_MAX :]
-            change.letters.append(self._letter(tried, failures, told, trace))
+            change.letters.append(self._letter(tried, failures, told, records.traceback_text(error)))
             change.finished.append(tried)
             return True
-        change.failed.append((tried, told))
+        change.failed.append((tried, told[: records.ERROR_MAX]))
         return False
 
     def _letter(self, tried: Tried, failures: int, error: str, trace: str) -> records.DeadLetter:
-        log.error("%s gives up %s after %d failures: %s", self.name, tried.message.event.event_id, failures, error)
-        former = tried.letter
-        return records.DeadLetter(
-            event=tried.message.event,
+        former, event = tried.letter, tried.message.event
+        letter = records.DeadLetter(
+            event=event,
             replays=tried.message.replays,
             failures=failures,
             error=error,
@@ -474,7 +698,12 @@ class Engine:
             source=former.source if former else self._source_name,
             position=tried.message.position,
             redriven=former.redriven + 1 if former else 0,
+            cut=[name for name in former.cut if name == "headers"] if former else (),
+            emitted=tried.emitted,
         )
+        kept = records.fitted(letter)
+        log.error("%s gives up %s after %d failures: %s", self.name, event.event_id, failures, kept.error)
+        return kept
 
     def lend(self) -> Any:
         """The connection of the state's transaction, for a handler."""
@@ -489,21 +718,37 @@ class Engine:
         if self._outbox is None:
             raise NoOutbox(f"{self.name} emits events, and no outbox was named: give --emit URL")
 
+    def check_emitted(self, payload: bytes) -> None:
+        """Refuse what the state store could not keep until it is forwarded."""
+        if len(payload) > records.OUTGOING_PAYLOAD_MAX and not self._joined.emits:
+            raise InvalidEvent(
+                "payload",
+                f"has {len(payload):,} bytes; at most {records.OUTGOING_PAYLOAD_MAX:,} can be emitted unless state and "
+                "outbox are one database; send a reference",
+            )
+
     # --- 4, 5 -------------------------------------------------------------------------------------------------------
 
     def _commit(self, change: Change) -> list[Message]:
         """Write all of it; what the source is to be told."""
         done = change.finished
         messages = [message for tried in done for message in tried.messages]
-        self._tracker.finished([message.position for message in messages])
+        positions = [message.position for message in messages]
+        self._tracker.finished(positions)
         changes = [*self._records(change), *writes(change.state)]
-        if also := self._joined.actions(change.emitted, messages):
-            self._state.commit(changes, also=also)
-        else:
-            self._state.commit(changes)
+        try:
+            if also := self._joined.actions(change.emitted, messages):
+                self._state.commit(changes, also=also)
+            else:
+                self._state.commit(changes)
+        except (ChangeRefused, TransactionEnded):
+            self._tracker.undo(positions)
+            raise
+        identities = [tried.identity for tried in done]
         self._memory.committed(change.state)
         self._waiting.finished(done)
-        self._inbox.added([tried.identity for tried in done])
+        self._inbox.added(identities)
+        self._requests.committed(identities)
         self._next_outgoing += len(change.emitted)
         if self._failures:
             for tried in done:
@@ -520,17 +765,17 @@ class Engine:
             left = suspects.difference(done)
             found.append(Write(Space.CHECKPOINTS, records.SUSPECTS, records.identities_bytes(left) or None))
         dead = {letter.identity for letter in change.letters}
-        effected = [identity for identity in done if identity not in dead] if dead else done
+        apart = dead | change.again
+        effected = [identity for identity in done if identity not in apart] if apart else done
         found += self._inbox.writes(effected, clock.now() + self._app.inbox)
         found += [Write(Space.RETRIES, tried.identity, None) for tried in change.finished if tried.failures]
         found += [
-            Write(Space.RETRIES, tried.identity, retry_bytes(tried.failures, told)) for tried, told in change.failed
+            Write(Space.RETRIES, tried.identity, retry_bytes(tried.failures, told, self._due_at(tried.failures)))
+            for tried, told in change.failed
         ]
-        found += [
-            Write(Space.DEAD_LETTERS, letter.identity, records.dead_letter_bytes(letter)) for letter in change.letters
-        ]
+        found += [write for letter in change.letters for write in records.letter_writes(letter)]
         # A duplicate of a dead letter is known as one for as long as the letter is there to be redriven.
-        found += [Write(Space.INBOX, identity, b"") for identity in dead]
+        found += [Write(Space.INBOX, letter.identity, b"") for letter in change.letters if not letter.emitted]
         found += self._requests.settled(done, dead)
         found += [
             Write(Space.OUTGOING, records.outgoing_key(self._next_outgoing + place), records.outgoing_bytes(event))
@@ -546,9 +791,30 @@ class Engine:
             return
         self._left = False
         while self._outbox is not None and (page := self._state.scan(Space.OUTGOING, limit=FORWARD_MAX)):
-            append_once(self._outbox, [records.outgoing_from(value) for _, value in page])
+            refused = hand_over(self._outbox, [records.outgoing_from(value) for _, value in page])
             self._at("forwarded")
-            self._state.commit([Write(Space.OUTGOING, key, None) for key, _ in page])
+            self._state.commit([*self._letters_of(refused), *(Write(Space.OUTGOING, key, None) for key, _ in page)])
+
+    def _letters_of(self, refused: Sequence[tuple[NewEvent, Exception]]) -> list[Write]:
+        """An emitted event that the outbox refuses blocks no other; the effects of the handler stay."""
+        found: list[Write] = []
+        for event, error in refused:
+            letter = records.emitted_letter(event, error, source=self._source_name, died_at=clock.now())
+            log.error("%s gives up %s, which it emitted: %s", self.name, event.event_id, letter.error)
+            found += records.letter_writes(letter)
+        return found
+
+
+def hand_over(outbox: OutboxStore, events: Sequence[NewEvent]) -> list[tuple[NewEvent, Exception]]:
+    """Append those that the outbox does not have yet; what it refuses for its content, and why."""
+    try:
+        append_once(outbox, events)
+    except records.REFUSED as error:
+        if len(events) == 1:
+            return [(events[0], error)]
+        middle = len(events) // 2
+        return [*hand_over(outbox, events[:middle]), *hand_over(outbox, events[middle:])]
+    return []
 
 
 def append_once(outbox: OutboxStore, events: Sequence[NewEvent]) -> None:
@@ -565,11 +831,26 @@ def _marker(batch: Sequence[Tried]) -> bytes | None:
     return records.identities_bytes(tried.identity for tried in batch) or None
 
 
-def retry_bytes(failures: int, error: str) -> bytes:
-    """How often an event has failed, and how last."""
-    return f"{failures} {error}".encode(errors="backslashreplace")
+def retry_bytes(failures: int, error: str, due_at: datetime) -> bytes:
+    """How often an event has failed, when it is due again, and how it failed last.
+
+    The count comes first, and former versions read no more. No error begins with "@", so theirs are told apart.
+    """
+    return f"{failures} @{micros(due_at)} {error}".encode(errors="backslashreplace")
 
 
 def failures_of(value: bytes | None) -> int:
     """The count in it."""
     return int(value.partition(b" ")[0]) if value else 0
+
+
+def due_of(value: bytes) -> datetime | None:
+    """When the event is due again; None for at once, as in the records of former versions."""
+    due, _, _ = value.partition(b" ")[2].partition(b" ")
+    return from_micros(int(due[1:])) if due[:1] == b"@" and due[1:].isdigit() else None
+
+
+def error_of(value: bytes) -> str:
+    """How the event failed last."""
+    told = value.partition(b" ")[2]
+    return (told if due_of(value) is None else told.partition(b" ")[2]).decode(errors="replace")

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from functools import partial
 
+from ..errors import ChangeRefused
 from ..event import NewEvent
 from ..sources.base import Message, SourcePartition
 from ..states.base import Action, StatePartition
 from ..stores.base import OutboxStore
+from .records import REFUSED
 
 
 class Joined:
@@ -40,7 +42,10 @@ class Joined:
 
 
 def _append(outbox: OutboxStore, events: Sequence[NewEvent], connection: object) -> None:
-    outbox.append_on(connection, events)
+    try:
+        outbox.append_on(connection, events)
+    except REFUSED as error:
+        raise ChangeRefused(f"the outbox refuses an emitted event: {error}") from error
 
 
 def _acknowledge(source: SourcePartition, messages: Sequence[Message], connection: object) -> None:

@@ -4,11 +4,11 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from heapq import merge
-from operator import itemgetter
+from operator import index, itemgetter
 from typing import Any
 
 from .. import clock
-from ..states.base import KEY_BYTES_MAX, Space, StateView, Write, written
+from ..states.base import KEY_BYTES_MAX, VALUE_BYTES_MAX, Space, StateView, Write, written
 
 _BYTES, _JSON = b"b", b"j"
 _json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -18,6 +18,7 @@ _LONG = 1 << 63
 
 Value = bytes | int | None  # encoded, or a number below `_LONG`, encoded when it is written; None deletes the key
 Entry = tuple[Value, datetime | None]  # and when it expires
+GONE: Entry = (None, None)
 
 
 def encoded(value: Any) -> bytes:
@@ -25,11 +26,19 @@ def encoded(value: Any) -> bytes:
     if type(value) is int:  # most states are counts: a tenth of the time
         return b"j%d" % value
     if isinstance(value, bytes):
-        return _BYTES + value
+        return _sized(_BYTES + value)
     try:
-        return _JSON + _json(value).encode()
+        said = _JSON + _json(value).encode()
     except (TypeError, ValueError) as error:
         raise TypeError(f"state holds bytes, or what JSON can say; not this: {error}") from error
+    return _sized(said)
+
+
+def _sized(said: bytes) -> bytes:
+    """The value, if stores can keep it: refused here, it is the failure of the event whose handler puts it."""
+    if len(said) > VALUE_BYTES_MAX:
+        raise ValueError(f"a state value has at most {VALUE_BYTES_MAX:,} bytes; this one has {len(said):,}")
+    return said
 
 
 def decoded(value: bytes | int) -> Any:
@@ -62,8 +71,8 @@ def checked(key: str) -> str:
 class Memory:
     """The committed state, as far as it was written or read lately. Its owner is the only writer, so it is not stale.
 
-    What was written is kept with its time to live, in two halves: when the newer is full, the older is forgotten. Of
-    what was read its time is not known, so it is kept for one batch.
+    What was written is kept with its time to live, in two halves: when the newer is full, the older is forgotten. What
+    was read is kept for one batch; its time is asked for only when it is needed.
     """
 
     def __init__(self, view: StateView, cache_max: int) -> None:
@@ -72,6 +81,8 @@ class Memory:
         self._newer: dict[str, Entry] = {}
         self._older: dict[str, Entry] = {}
         self._read: dict[str, bytes | None] = {}
+        self._untimed: list[str] = []  # read, and their times were not asked for
+        self._times: dict[str, datetime | None] = {}
 
     def prefetch(self, keys: Collection[str]) -> None:
         """Read those that are not known yet, all at once; they are such that stores can keep them."""
@@ -80,6 +91,7 @@ class Memory:
             stored = list(map(str.encode, unknown))
             found = self._view.get(Space.STATE, stored)
             self._read.update(zip(unknown, map(found.get, stored), strict=True))
+            self._untimed += unknown
 
     def get(self, key: str) -> Value:
         """What is committed under a key; `TypeError` or `ValueError` if no store can keep such a key."""
@@ -91,6 +103,21 @@ class Memory:
         value, expires_at = entry
         return None if expires_at is not None and expires_at <= clock.now() else value
 
+    def entry(self, key: str) -> Entry:
+        """What is committed under a key, and when it expires."""
+        entry = self._newer.get(key) or self._older.get(key)
+        if entry is not None:
+            return entry
+        value = self.get(key)
+        if value is None:
+            return GONE
+        if self._untimed:
+            there = [one.encode() for one in self._untimed if self._read[one] is not None]
+            times = self._view.lifetimes(Space.STATE, there)
+            self._times.update(zip(map(bytes.decode, times), times.values(), strict=True))
+            self._untimed = []
+        return (value, self._times[key]) if key in self._times else GONE
+
     def scan(self, prefix: str) -> Iterator[tuple[bytes, bytes]]:
         """What is committed under all keys that begin so."""
         after: bytes | None = None
@@ -101,6 +128,8 @@ class Memory:
     def committed(self, changes: Mapping[str, Entry]) -> None:
         """Note what was written."""
         self._read.clear()
+        self._untimed.clear()
+        self._times.clear()
         self._newer.update(changes)
         if len(self._newer) > self._half_max:
             self._older, self._newer = self._newer, {}
@@ -119,7 +148,7 @@ class Overlay:
     def get(self, key: str, default: Any = None) -> Any:
         """See `State.get`."""
         entry = self.changes.get(key) or self._batch.get(key)
-        found = self._memory.get(key) if entry is None else entry[0]
+        found = self._memory.get(key) if entry is None else _left(entry)
         return default if found is None else decoded(found)
 
     def put(self, key: str, value: Any, *, ttl: timedelta | None = None) -> None:
@@ -138,18 +167,39 @@ class Overlay:
 
     def add(self, key: str, number: int = 1) -> int:
         """See `State.add`."""
-        value = self.get(key, 0)
-        if not isinstance(value, int):
+        if type(number) is not int:
+            number = whole(number)
+        entry = self.changes.get(key) or self._batch.get(key) or self._memory.entry(key)
+        found = _left(entry)
+        if found is None:
+            value, expires_at = 0, None
+        else:
+            value, expires_at = found if type(found) is int else decoded(found), entry[1]
+        if type(value) is not int:
             raise TypeError(f"{key!r} holds {value!r}, which is no counter")
-        self.put(key, value + number)
-        return value + number
+        total = value + number
+        self.changes[checked(key)] = (total if -_LONG < total < _LONG else encoded(total), expires_at)
+        return total
 
     def scan(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
         """See `State.scan`: what this batch has put over what is committed, page by page."""
         put = {**self._batch, **self.changes}
-        fresh = sorted((key.encode(), put[key][0]) for key in put if key.startswith(prefix))
+        fresh = sorted((key.encode(), _left(put[key])) for key in put if key.startswith(prefix))
         for key, value in _over(self._memory.scan(prefix), fresh):
             yield key.decode(), decoded(value)
+
+
+def whole(number: Any) -> int:
+    """An integer of any type as `int`; a bool counts nothing, and a float would spoil the counter."""
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        raise TypeError(f"a counter takes whole numbers; {number!r} is {type(number).__name__}: use put() for it")
+    return index(number)
+
+
+def _left(entry: Entry) -> Value:
+    """The value, unless its time is over."""
+    value, expires_at = entry
+    return value if expires_at is None or expires_at > clock.now() else None
 
 
 def _over(

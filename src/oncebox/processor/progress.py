@@ -1,7 +1,7 @@
 """Which messages of a partition are done: a low-water mark, and the few that are done above it."""
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from operator import gt
 
@@ -13,13 +13,18 @@ class Tracker:
 
     The mark never rises above what was delivered in this life: between two positions that are known to be done there
     may be one that nobody has seen yet.
+
+    `keep` is how a checkpoint keeps a position, see `SourcePartition.to_keep`; what is compared is the position itself.
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, keep: Callable[[Position], Position] = lambda low: low) -> None:
+        self._keep = keep
         self._low = progress.low
+        self.since = progress.since
         self._done = set(progress.done)
         self._open: set[Position] = set()
         self._order: deque[Position] = deque()  # what was delivered above the mark, the lowest first
+        self._before: tuple[Progress, Sequence[Position]] = (progress, ())  # the last `finished`, and what it passed
 
     def delivered(self, positions: Sequence[Position]) -> Collection[Position]:
         """Note messages, done or not; those of them that are done."""
@@ -39,14 +44,24 @@ class Tracker:
     def finished(self, positions: Collection[Position]) -> None:
         """Note that messages have had their effect; the mark rises as far as nothing below it is open."""
         opened, order, mark = self._open, self._order, self._low
+        passed: list[Position] = []
+        self._before = self.progress, passed
         opened.difference_update(positions)
         while order and order[0] not in opened:
             mark = order.popleft()
+            passed.append(mark)
         self._low = mark
         if mark is None or (positions and max(positions) > mark):
             self._done.update(positions)
         if self._done and mark is not None:
             self._done = {position for position in self._done if position > mark}
+
+    def undo(self, positions: Collection[Position]) -> None:
+        """Take back the last `finished`, which was of these messages: they have had no effect."""
+        before, passed = self._before
+        self._low, self._done = before.low, set(before.done)
+        self._order.extendleft(reversed(passed))
+        self._open.update(position for position in positions if not self.covers(position))
 
     def covers(self, position: Position) -> bool:
         """Whether the message at this position is done."""
@@ -55,7 +70,7 @@ class Tracker:
     @property
     def progress(self) -> Progress:
         """What a checkpoint says."""
-        return Progress(self._low, frozenset(self._done))
+        return Progress(None if self._low is None else self._keep(self._low), frozenset(self._done), self.since)
 
     @property
     def held(self) -> int:

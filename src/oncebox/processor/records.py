@@ -1,21 +1,34 @@
-"""What the engine keeps beside the handlers' state, as bytes and back."""
+"""What the engine keeps beside the handlers' state, as bytes and back.
+
+A dead letter is one entry of JSON under the event's identity. A payload of more than `INLINE_MAX` bytes is not in it,
+but lies as it is in entries of `PART_BYTES`, under keys above those of all letters: it comes and goes with the letter.
+"""
 
 import json
+import traceback
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import NAMESPACE_OID, UUID, uuid5
 
+from ..errors import DuplicateEvent, ForbiddenWrite, InvalidEvent
 from ..event import Event, NewEvent
 from ..sources.base import Message, Position, Progress
+from ..states.base import VALUE_BYTES_MAX, Space, StateView, Write
 
 STARTED = b"\0started"  # the events of a batch whose handlers are running
 SUSPECTS = b"\0suspects"  # events of a batch that was not finished: each is run alone
 IDENTITY_BYTES = 20
+REFUSED = (InvalidEvent, DuplicateEvent, ForbiddenWrite)  # what an outbox that answers says of an event it can't have
 ERROR_MAX = 8_000
 TRACEBACK_MAX = 32_000
+HEADERS_BYTES_MAX = 1024 * 1024  # of a letter: far more than a producer may give, but a stranger's may be larger
+INLINE_MAX = PART_BYTES = 256 * 1024  # small, so that a page of letters that runs into parts reads little in vain
+PARTS = b"\xff" * (IDENTITY_BYTES + 1)  # what keys of parts begin with: above every identity
+PARTS_READ = 64  # at once
+OUTGOING_PAYLOAD_MAX = (VALUE_BYTES_MAX - 1024 * 1024) // 4 * 3  # in base64, with room for the rest of the event
 
 
 def identity(message: Message) -> bytes:
@@ -35,7 +48,8 @@ def emitted_id(processor: str, message: Message, place: int) -> UUID:
 
 def progress_bytes(progress: Progress) -> bytes:
     """A checkpoint."""
-    return _json({"low": progress.low, "done": sorted(progress.done)})
+    since = {} if progress.since is None else {"since": progress.since}
+    return _json({"low": progress.low, "done": sorted(progress.done), **since})
 
 
 def progress_from(value: bytes | None) -> Progress:
@@ -44,7 +58,8 @@ def progress_from(value: bytes | None) -> Progress:
         return Progress()
     found = json.loads(value)
     low: Position | None = tuple(found["low"]) if found["low"] is not None else None
-    return Progress(low, frozenset(map(tuple, found["done"])))
+    since: Position | None = tuple(found["since"]) if "since" in found else None
+    return Progress(low, frozenset(map(tuple, found["done"])), since)
 
 
 def identities_bytes(identities: Iterable[bytes]) -> bytes:
@@ -60,7 +75,10 @@ def identities_from(value: bytes | None) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
-    """An event that was given up: all of it, why, and when (EO-08)."""
+    """An event that was given up: all of it, why, and when (EO-08).
+
+    The payload is always whole. What was too large of `error`, `traceback` and `headers` is cut, and `cut` names it.
+    """
 
     event: Event
     replays: int
@@ -71,6 +89,15 @@ class DeadLetter:
     source: str
     position: Position
     redriven: int = 0
+    cut: Sequence[str] = ()
+    emitted: bool = False  # by this processor, and refused by its outbox: redriven, it is handed over again
+    lost: bool = False  # the source deleted it before it was processed: there is no payload to be handled
+    apart: int | None = None  # bytes of a payload that lies in parts and was not read: `event` has none then
+
+    @property
+    def payload_bytes(self) -> int:
+        """How large the payload is, also if it was not read."""
+        return len(self.event.payload) if self.apart is None else self.apart
 
     @property
     def identity(self) -> bytes:
@@ -78,11 +105,95 @@ class DeadLetter:
         return identity_of(self.event.event_id, self.replays)
 
 
+def fitted(letter: DeadLetter) -> DeadLetter:
+    """The letter with all of its payload, and of the rest as much as is kept."""
+    event, cut = letter.event, set(letter.cut)
+    if len(letter.error) > ERROR_MAX:
+        cut.add("error")
+    if len(letter.traceback) > TRACEBACK_MAX:
+        cut.add("traceback")
+    headers = _first(event.headers, HEADERS_BYTES_MAX)
+    if len(headers) < len(event.headers):
+        cut.add("headers")
+        event = event._replace(headers=headers)
+    return replace(
+        letter,
+        event=event,
+        error=letter.error[:ERROR_MAX],
+        traceback=letter.traceback[-TRACEBACK_MAX:],
+        cut=tuple(sorted(cut)),
+    )
+
+
+def _first(headers: Mapping[str, str], bytes_max: int) -> dict[str, str]:
+    """As many headers as fit, each whole: part of a value would be another value."""
+    found: dict[str, str] = {}
+    for name, value in headers.items():
+        if (size := len(json.dumps(name)) + len(json.dumps(value))) <= bytes_max:
+            bytes_max -= size
+            found[name] = value
+    return found
+
+
+def part_keys(identity: bytes, payload_bytes: int) -> list[bytes]:
+    """Where the parts of a payload lie; none if it is in the letter itself."""
+    if payload_bytes <= INLINE_MAX:
+        return []
+    return [PARTS + identity + number.to_bytes(4) for number in range(-(-payload_bytes // PART_BYTES))]
+
+
+def is_letter(key: bytes) -> bool:
+    """Whether it is the key of a letter, and not of a part; those come after all letters."""
+    return len(key) == IDENTITY_BYTES
+
+
+def part_of(key: bytes) -> bytes:
+    """The identity of the letter that a part belongs to."""
+    return key[len(PARTS) : len(PARTS) + IDENTITY_BYTES]
+
+
+def letter_writes(letter: DeadLetter) -> list[Write]:
+    """A dead letter and its payload, as they are kept."""
+    payload = letter.event.payload
+    keys = part_keys(letter.identity, len(payload))
+    return [
+        Write(Space.DEAD_LETTERS, letter.identity, dead_letter_bytes(letter)),
+        *(
+            Write(Space.DEAD_LETTERS, key, payload[number * PART_BYTES : (number + 1) * PART_BYTES])
+            for number, key in enumerate(keys)
+        ),
+    ]
+
+
+def letter_removal(identity: bytes, payload_bytes: int) -> list[Write]:
+    """What takes a dead letter away, and its payload."""
+    return [Write(Space.DEAD_LETTERS, key, None) for key in (identity, *part_keys(identity, payload_bytes))]
+
+
+def whole(letter: DeadLetter, view: StateView) -> DeadLetter | None:
+    """The letter with its payload, wherever it lies; None if a part is gone, since the letter was settled meanwhile."""
+    if letter.apart is None:
+        return letter
+    keys, parts = part_keys(letter.identity, letter.apart), list[bytes]()
+    for start in range(0, len(keys), PARTS_READ):
+        page = keys[start : start + PARTS_READ]
+        found = view.get(Space.DEAD_LETTERS, page)
+        if len(found) < len(page):
+            return None
+        parts += map(found.__getitem__, page)
+    return replace(letter, event=letter.event._replace(payload=b"".join(parts)), apart=None)
+
+
 def dead_letter_bytes(letter: DeadLetter) -> bytes:
-    """A dead letter, as it is kept."""
+    """The entry of a dead letter, without a payload that lies in parts."""
+    apart = len(letter.event.payload) > INLINE_MAX
+    event = event_document(letter.event._replace(payload=b"")) if apart else event_document(letter.event)
+    if apart:
+        del event["payload"]  # versions that know of no parts say that they can't read it
+        event["payload_bytes"] = len(letter.event.payload)
     return _json(
         {
-            "event": event_document(letter.event),
+            "event": event,
             "replays": letter.replays,
             "failures": letter.failures,
             "error": letter.error,
@@ -91,15 +202,19 @@ def dead_letter_bytes(letter: DeadLetter) -> bytes:
             "source": letter.source,
             "position": letter.position,
             "redriven": letter.redriven,
+            "cut": list(letter.cut),
+            "emitted": letter.emitted,
+            **({"lost": True} if letter.lost else {}),
         }
     )
 
 
 def dead_letter_from(value: bytes) -> DeadLetter:
-    """The opposite of `dead_letter_bytes`."""
+    """The opposite of `dead_letter_bytes`; `whole` reads a payload that lies in parts."""
     found = json.loads(value)
+    apart = found["event"].get("payload_bytes")
     return DeadLetter(
-        event=event_from(found["event"]),
+        event=event_from(found["event"] if apart is None else {**found["event"], "payload": ""}),
         replays=found["replays"],
         failures=found["failures"],
         error=found["error"],
@@ -108,7 +223,28 @@ def dead_letter_from(value: bytes) -> DeadLetter:
         source=found["source"],
         position=tuple(found["position"]),
         redriven=found["redriven"],
+        cut=tuple(found.get("cut", ())),
+        emitted=found.get("emitted", False),
+        apart=apart,
+        lost=found.get("lost", False),
     )
+
+
+def error_text(error: BaseException) -> str:
+    """An error in a line; also of an exception that cannot say what it is."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception as second:  # noqa: BLE001 - the __str__ of a handler's own exception may do anything
+        return f"{name}: (its text can't be had: __str__ raised {type(second).__name__})"
+
+
+def traceback_text(error: BaseException) -> str:
+    """The traceback."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception as second:  # noqa: BLE001 - as above: of the exception, or of one in its chain
+        return f"(the traceback can't be had: {type(second).__name__})\n"
 
 
 def event_document(event: Event) -> dict[str, Any]:
@@ -138,6 +274,47 @@ def event_from(found: Mapping[str, Any]) -> Event:
         partition_key=found["partition_key"],
         headers=found["headers"],
         metadata=found["metadata"],
+    )
+
+
+def emitted_letter(event: NewEvent, error: Exception, *, source: str, died_at: datetime) -> DeadLetter:
+    """What is left of an emitted event that the outbox refuses; when it was to be delivered is not kept."""
+    return fitted(
+        DeadLetter(
+            event=Event(
+                event_id=event.event_id,
+                event_type=event.event_type,
+                payload=event.payload,
+                created_at=died_at,
+                content_type=event.content_type,
+                ordering_key=event.ordering_key,
+                partition_key=event.partition_key,
+                headers=event.headers,
+                metadata=event.metadata,
+            ),
+            replays=0,
+            failures=1,
+            error=error_text(error),
+            traceback=traceback_text(error),
+            died_at=died_at,
+            source=source,
+            position=(),
+            emitted=True,
+        )
+    )
+
+
+def emitted_again(event: Event) -> NewEvent:
+    """The opposite of `emitted_letter`."""
+    return NewEvent(
+        event_id=event.event_id,
+        event_type=event.event_type,
+        payload=event.payload,
+        content_type=event.content_type,
+        ordering_key=event.ordering_key,
+        partition_key=event.partition_key,
+        headers=event.headers,
+        metadata=event.metadata,
     )
 
 

@@ -11,6 +11,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -237,6 +238,7 @@ class Requests:
         self._open: dict[bytes, _Work] = {}  # by request id, oldest first
         self._paces: dict[UUID, _Pace] = {}  # by action
         self._admitted: dict[bytes, tuple[_Work, int]] = {}  # by identity: whose it is, and its bytes
+        self._settling: dict[bytes, _Work] = {}  # by request id, as it will be when the change under way is committed
 
     @property
     def left(self) -> int:
@@ -320,20 +322,45 @@ class Requests:
             return 0
         return min(allowed, limits.batch_max - len(self._admitted))
 
+    def _can_be_handled(self, letter: records.DeadLetter) -> bool:
+        """Whether a redrive can do anything with it: hand it to the outbox, or to a handler."""
+        return letter.emitted or (not letter.lost and self._app.handler(letter.event.event_type) is not None)
+
     def _carry_out(self, work: _Work, names: Sequence[Named]) -> None:
         letters = self._letters(names)
+        if work.request.action is Action.REDRIVE:
+            names, letters = self._fitting(work, names, letters)
         if (pace := self._paces.get(work.request.action_id)) is not None:
             pace.used(len(letters))
         if work.request.action is Action.PURGE:
             self._settle(work, self._purging(letters), done=len(letters), passed=len(names) - len(letters))
             return
-        handled = [letter for letter in letters if self._app.handler(letter.event.event_type)]
+        handled = [letter for letter in letters if self._can_be_handled(letter)]
         taken = self._admit(handled)
         for letter in handled:
             if letter.identity in taken:
-                self._admitted[letter.identity] = work, len(letter.event.payload)
+                self._admitted[letter.identity] = work, letter.payload_bytes
         if passed := len(names) - len(taken):
             self._settle(work, _unretried(letter for letter in letters if letter not in handled), passed=passed)
+
+    def _fitting(
+        self, work: _Work, names: Sequence[Named], letters: Sequence[records.DeadLetter]
+    ) -> tuple[Sequence[Named], list[records.DeadLetter]]:
+        """Of these as many as may be in memory at once, and one at least, with their payloads; the rest waits."""
+        room = self._app.limits.batch_bytes_max - sum(size for _, size in self._admitted.values())
+        sizes = {letter.identity: letter.payload_bytes for letter in letters}
+        for number, name in enumerate(names, 1):
+            room -= sizes.get(name.identity, 0)
+            if room <= 0:
+                work.names.extendleft(reversed(names[number:]))
+                names = names[:number]
+                break
+        taken = {name.identity for name in names}
+        read = [(letter, records.whole(letter, self._state)) for letter in letters if letter.identity in taken]
+        for letter, found in read:
+            if found is None:
+                log.warning("%s: dead letter %s lacks its payload, and stays", self._app.name, letter.identity.hex())
+        return names, [found for _, found in read if found is not None]
 
     def _letters(self, names: Sequence[Named]) -> list[records.DeadLetter]:
         """Those that are still what they were when they were named, and are not being handled already."""
@@ -356,8 +383,8 @@ class Requests:
             write
             for letter in letters
             for write in (
-                Write(Space.DEAD_LETTERS, letter.identity, None),
-                Write(Space.INBOX, letter.identity, b"", expires_at),
+                *records.letter_removal(letter.identity, letter.payload_bytes),
+                *([] if letter.emitted else [Write(Space.INBOX, letter.identity, b"", expires_at)]),
             )
         ]
 
@@ -373,26 +400,38 @@ class Requests:
     def settled(self, finished: Iterable[bytes], dead: Collection[bytes]) -> list[Write]:
         """What the commit that finishes these events writes for those that were redriven.
 
-        A letter whose event was handled goes; one that died again is written by the engine, over the former.
+        A letter whose event was handled goes; one that died again is written by the engine, over the former. None of it
+        counts before `committed` says that it was written.
         """
+        self._settling = {}
         if not self._admitted:
             return []
         found: list[Write] = []
-        touched: dict[bytes, _Work] = {}
         for identity in finished:
-            work, _ = self._admitted.pop(identity, (None, 0))
+            work, size = self._admitted.get(identity, (None, 0))
             if work is None:
                 continue
-            touched[work.request_id] = work
+            after = self._settling.setdefault(work.request_id, copy(work))
             if identity in dead:
-                work.settle(dead=1)
+                after.settle(dead=1)
             else:
-                work.settle(done=1)
-                found.append(Write(Space.DEAD_LETTERS, identity, None))
-        for work in touched.values():
-            found += work.writes()
-            self._forget(work)
+                after.settle(done=1)
+                found += records.letter_removal(identity, size)
+        for after in self._settling.values():
+            found += after.writes()
         return found
+
+    def committed(self, finished: Iterable[bytes]) -> None:
+        """What `settled` said about these events is written."""
+        if not self._settling:
+            return
+        for identity in finished:
+            self._admitted.pop(identity, None)
+        for request_id, after in self._settling.items():
+            work = self._open[request_id]
+            work.left, work.audited = after.left, after.audited
+            self._forget(work)
+        self._settling = {}
 
     def _forget(self, work: _Work) -> None:
         if work.left:

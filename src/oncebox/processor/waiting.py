@@ -4,9 +4,20 @@ import heapq
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from ..sources.base import Message
 from .records import DeadLetter
+
+
+class Failed(NamedTuple):
+    """How often an event has failed, and when it is due again, on the monotonic clock of this process."""
+
+    failures: int = 0
+    due: float = 0.0
+
+
+NEVER = Failed()
 
 
 class Tried:
@@ -21,6 +32,11 @@ class Tried:
         self.letter = letter  # of one that is redriven: its source was told long ago
         self.messages: tuple[Message, ...] = (message,) if letter is None else ()  # all that is done when this is
 
+    @property
+    def emitted(self) -> bool:
+        """Whether it is an event that this processor emitted, and that no handler of it is for."""
+        return self.letter is not None and self.letter.emitted
+
 
 class Waiting:
     """Of each key the oldest unfinished event first, and nothing behind one that waits to be tried again.
@@ -34,6 +50,8 @@ class Waiting:
         self._ready: deque[Tried] = deque()  # in the order of their positions within each key
         self._late: list[tuple[float, int, Tried]] = []  # a heap: what failed, by when it is due
         self._behind: dict[str, deque[Tried]] = {}  # by the key of a late one: what comes after it
+        self._holding: set[bytes] = set()  # late ones, until they are finished: each holds back its key
+        self._due: dict[bytes, float] = {}  # ready ones that failed in a former life, and are perhaps not due yet
         self._failed = 0
         self._apart = False  # whether one may be ready that has failed in a former life
 
@@ -43,22 +61,26 @@ class Waiting:
     def __contains__(self, identity: bytes) -> bool:
         return identity in self._all
 
-    def add(self, message: Message, identity: bytes, failures: int = 0, letter: DeadLetter | None = None) -> None:
+    def add(self, message: Message, identity: bytes, failed: Failed = NEVER, letter: DeadLetter | None = None) -> None:
         """A message that came; a second of the same event is done when the first is."""
         known = self._all.get(identity)
         if known is None:
-            self._all[identity] = tried = Tried(message, identity, failures, letter)
+            self._all[identity] = tried = Tried(message, identity, failed.failures, letter)
             self._ready.append(tried)
-            self._apart = self._apart or failures > 0
+            if failed.failures:
+                self._apart = True
+                self._due[identity] = failed.due
         else:
             known.messages += (message,)
 
-    def add_all(self, messages: Iterable[Message], identities: Iterable[bytes], failures: Mapping[bytes, int]) -> None:
+    def add_all(
+        self, messages: Iterable[Message], identities: Iterable[bytes], failures: Mapping[bytes, Failed]
+    ) -> None:
         """Messages that came; how often each has failed so far, if it has."""
         known, ready = self._all, self._ready
         for message, identity in zip(messages, identities, strict=True):
             if identity in known or identity in failures:
-                self.add(message, identity, failures.get(identity, 0))
+                self.add(message, identity, failures.get(identity, NEVER))
             else:
                 known[identity] = tried = Tried(message, identity)
                 ready.append(tried)
@@ -69,52 +91,67 @@ class Waiting:
 
     def ready(self, now: float) -> int:
         """How many could run now, or nearly so many."""
-        return len(self._ready) + self._due(now)
+        return len(self._ready) + self._is_due(now)
+
+    def due_in(self, now: float) -> float | None:
+        """Seconds until the next one that waits for its retry is due; None if none waits."""
+        return max(0.0, self._late[0][0] - now) if self._late else None
 
     def batch(self, limit: int, now: float) -> list[Tried]:
         """Whose turn it is: one that has failed before, or is suspect, alone; all others together."""
-        if self._due(now):
+        if self._is_due(now):
             return [heapq.heappop(self._late)[2]]
-        return self._together(limit) or ([self._ready.popleft()] if self._ready else [])
+        return self._together(limit, now) or ([self._ready.popleft()] if self._ready else [])
 
     def plain(self, limit: int, now: float) -> list[Tried]:
         """The next batch if it is several that run together, else nothing."""
-        found = [] if self._due(now) else self._together(limit)
+        found = [] if self._is_due(now) else self._together(limit, now)
         if len(found) == 1:
             self._ready.appendleft(found.pop())
         return found
 
-    def _due(self, now: float) -> bool:
+    def _is_due(self, now: float) -> bool:
         return bool(self._late) and self._late[0][0] <= now
 
-    def _together(self, limit: int) -> list[Tried]:
+    def _together(self, limit: int, now: float) -> list[Tried]:
         """As many as may run in one batch, up to the first that runs alone."""
         found: list[Tried] = []
         ready, behind = self._ready, self._behind
         if not (behind or self.suspects or self._apart):
             return [ready.popleft() for _ in range(min(limit, len(ready)))]
-        while ready and len(found) < limit and not self._alone(ready[0]):
-            tried = ready.popleft()
+        keys: set[str | None] = set()
+        while ready and len(found) < limit:
+            tried = ready[0]
             key = tried.message.event.ordering_key
             if behind and key is not None and key in behind:
-                behind[key].append(tried)
+                behind[key].append(ready.popleft())
+            elif self._due.get(tried.identity, now) > now and (key is None or key not in keys):
+                self._wait(ready.popleft(), self._due[tried.identity])
+            elif tried.failures or tried.identity in self.suspects:
+                break  # alone: its batch mates are not to be blamed for it, nor it for them
             else:
-                found.append(tried)
+                found.append(ready.popleft())
+                keys.add(key)
         return found
 
-    def _alone(self, tried: Tried) -> bool:
-        """Its batch mates are not to be blamed for it, nor it for them; what waits behind another has no turn yet."""
-        if not (tried.failures or tried.identity in self.suspects):
-            return False
-        return tried.message.event.ordering_key not in self._behind
+    def _wait(self, tried: Tried, due: float) -> None:
+        """It has a turn then; what comes after it in its key waits behind it."""
+        self._failed += 1
+        self._due.pop(tried.identity, None)
+        heapq.heappush(self._late, (due, self._failed, tried))
+        if (key := tried.message.event.ordering_key) is not None:
+            self._behind.setdefault(key, deque())
+            self._holding.add(tried.identity)
 
     def finished(self, done: Sequence[Tried]) -> None:
         """These need no more turn; what waited behind them has one."""
         for tried in done:
             del self._all[tried.identity]
-        if self._behind:
+        if self._holding or self._due:
             for tried in done:
-                if tried.failures:  # it ran alone
+                self._due.pop(tried.identity, None)
+                if tried.identity in self._holding:
+                    self._holding.remove(tried.identity)
                     self._let_go(tried.message.event.ordering_key)
         if self.suspects:
             self.suspects -= {tried.identity for tried in done}
@@ -124,15 +161,32 @@ class Waiting:
     def failed(self, tried: Tried, due: float) -> None:
         """It has a turn again then, and what comes after it in its key not before."""
         tried.failures += 1
-        self._failed += 1
-        heapq.heappush(self._late, (due, self._failed, tried))
-        if (key := tried.message.event.ordering_key) is not None:
-            self._behind.setdefault(key, deque())
+        self._wait(tried, due)
 
     def held_back(self, skipped: Sequence[Tried]) -> None:
         """These had their turn, and did not run: one of their key failed before them."""
         for tried in skipped:
             self._behind[str(tried.message.event.ordering_key)].append(tried)
+
+    def put_back(self, batch: Sequence[Tried]) -> None:
+        """These were chosen for the next batch, and have their turn later."""
+        self._ready.extendleft(reversed(batch))
+
+    def apart(self, batch: Sequence[Tried]) -> None:
+        """A batch came to nothing, also its failures: each event of it has a turn alone, before what comes after it."""
+        again = {tried.identity for tried in batch}
+        failed = [tried for _, _, tried in self._late if tried.identity in again]
+        self._late = [late for late in self._late if late[2].identity not in again]
+        heapq.heapify(self._late)
+        behind: list[Tried] = []
+        for tried in failed:
+            tried.failures -= 1
+            self._holding.discard(tried.identity)
+            key = tried.message.event.ordering_key
+            held = () if key is None else self._behind.pop(key, ())
+            behind += [one for one in held if one.identity not in again]
+        self._ready.extendleft(reversed([*batch, *behind]))
+        self.suspects |= again
 
     def _let_go(self, key: str | None) -> None:
         if key is not None and (behind := self._behind.pop(key, None)):

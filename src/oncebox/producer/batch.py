@@ -17,13 +17,13 @@ from ..errors import DuplicateEvent, InvalidEvent
 from ..event import (
     BYTES_TYPE,
     CONTENT_TYPE_MAX,
-    EVENT_TYPE_MAX,
     KEY_MAX,
     NewEvent,
     check_headers,
     check_name,
     check_payload,
     check_schedule,
+    check_type,
 )
 from ..telemetry import current_trace
 from .payload import Encoder, utf8
@@ -291,12 +291,12 @@ def _check_type(value: Any) -> None:
     if isinstance(value, str):
         _check_type_text(value)
     else:
-        check_name("event_type", value, EVENT_TYPE_MAX)
+        check_type(value)
 
 
 @lru_cache(maxsize=1_024)  # what passed; a service has few types, and an error is not kept
 def _check_type_text(event_type: str) -> None:
-    NewEvent(event_id=_NIL, event_type=event_type, payload=b"")
+    check_type(event_type)
 
 
 def _check_names(field: str, column: Column, limit: int) -> None:

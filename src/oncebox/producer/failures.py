@@ -19,6 +19,7 @@ _NO_RIGHT = (
     "`select oncebox.admit('ROLE', 'writer')`: see docs/how-to/postgresql-roles.md."
 )
 _FORBIDDEN = "PostgreSQL refused the event: {reason}."
+_AWAY = frozenset({"25006", "53300"})  # a replica since a failover; too many clients
 _BY_SQLSTATE: dict[str, tuple[type[OnceboxError], str]] = {
     "42P01": (SchemaMissing, _SCHEMA_MISSING),  # undefined table
     "3F000": (SchemaMissing, _SCHEMA_MISSING),  # undefined schema
@@ -59,7 +60,7 @@ class Translated:
 def from_postgresql(error: Exception, sqlstate: str | None) -> OnceboxError:
     """The error of a PostgreSQL server, by its SQLSTATE; without one, the server did not answer."""
     reason = str(error).strip().partition("\n")[0]
-    if sqlstate is None or sqlstate.startswith(("08", "57P")):
+    if sqlstate is None or sqlstate.startswith(("08", "57P")) or sqlstate in _AWAY:
         return StoreUnavailable(f"PostgreSQL did not take the event: {reason}")
     kind, message = _BY_SQLSTATE.get(sqlstate, (StoreError, "PostgreSQL could not take the event: {reason}."))
     return kind(f"{message.format(reason=reason)} {_ABORTED}")

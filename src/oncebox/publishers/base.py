@@ -99,7 +99,8 @@ class Publisher(ABC):
     def open(cls, url: str) -> Self:
         """A publisher for the broker that `url` names, without waiting for it: a broker may come later than its relay.
 
-        Raises `InvalidSetting` for a URL or an option that it can't read; no secret of it is ever shown.
+        Raises `InvalidSetting` for a URL or an option that it can't read, and for a destination that no event type
+        could make legal; no secret of it is ever shown.
         """
 
     @abstractmethod
@@ -121,7 +122,11 @@ class Publisher(ABC):
 
     @abstractmethod
     def check(self) -> str:
-        """What the broker says about itself, for an operator; `PublisherUnavailable` if it is silent."""
+        """What the broker says about itself, for an operator.
+
+        `PublisherUnavailable` if it does not answer, which may pass; its kind `PublisherRefused` if it answers and
+        refuses our user or password, which a person must correct.
+        """
 
     @abstractmethod
     def close(self) -> None:

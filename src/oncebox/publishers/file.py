@@ -66,6 +66,7 @@ class FilePublisher(Publisher):
             raise url.wrong("names no folder; write file:///absolute/folder")
         self.folder = Path(url.path)
         self._route = url.route()
+        url.check_route(self._route, _illegal)
         self._window = url.duration("dedup", DEDUP_DEFAULT, least=timedelta(minutes=1), most=DEDUP_MAX)
         url.done()
         self._lock = threading.Lock()
@@ -224,11 +225,17 @@ class _Batch:
         return self._problems[destination]
 
 
+def _illegal(destination: str) -> str | None:
+    """Why no folder can have the name of this destination, if so."""
+    size = len(folder_name(destination))
+    return f"its folder's name has {size:,} bytes, and {_NAME_MAX} are possible" if size > _NAME_MAX else None
+
+
 def _folder_problem(root: Path, destination: str) -> Failure | None:
-    name = folder_name(destination)
-    if len(name) > _NAME_MAX:
-        return Failure(f"{destination!r} is too long for a folder's name; set a destination", Scope.DESTINATION)
-    folder = root / name
+    if (problem := _illegal(destination)) is not None:
+        advice = "another template as ?destination=… can lead its events to a shorter one"
+        return Failure(f"destination {destination!r}: {problem}; {advice}", Scope.DESTINATION)
+    folder = root / folder_name(destination)
     try:
         folder.mkdir(exist_ok=True)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:

@@ -10,13 +10,13 @@ from typing import Any, Self
 
 from confluent_kafka import KafkaError, KafkaException
 
-from ..errors import PublisherUnavailable
+from ..errors import PublisherRefused, PublisherUnavailable
 from ..event import Claim, Event
 from ..retry import Failure, Scope
 from .base import NOT_TRIED, Deadline, Guarantees, Outcome, Publisher
-from .kafka_client import client_settings, hidden, own_settings
+from .kafka_client import client_settings, own_settings, refusal
 from .kafka_sender import Pool, Sender
-from .kafka_topics import Headers, Silent, Topic, Topics, record_bytes
+from .kafka_topics import Headers, Refused, Silent, Topic, Topics, illegal, record_bytes
 from .message import PublisherUrl, headers_of, key_of, waves
 
 TIMEOUT_MS = 20_000  # below the default lease, for a process that sleeps while its lease ends
@@ -57,6 +57,7 @@ class KafkaPublisher(Publisher):
     def __init__(self, url: PublisherUrl) -> None:
         self._shown = url.shown
         self._route = url.route()
+        url.check_route(self._route, illegal)
         self._settings = _settings(url)
         self._compressed = _compression(self._settings) != "none"
         self._topics = Topics({name: self._settings[name] for name in self._settings if name not in _PRODUCER_ONLY})
@@ -65,7 +66,7 @@ class KafkaPublisher(Publisher):
         try:
             self._pool.give_back(self._pool.take(BATCH_BYTES))  # the client itself reads its settings
         except KafkaException as error:
-            raise url.wrong(hidden(error.args[0].str(), self._settings)) from None
+            raise url.wrong(refusal(error.args[0], url.given)) from None
 
     @classmethod
     def open(cls, url: str) -> Self:
@@ -210,8 +211,12 @@ class KafkaPublisher(Publisher):
         """The cluster's id and its brokers."""
         try:
             cluster = self._topics.about(CHECK_SECONDS)
+        except Refused as error:
+            raise PublisherRefused(
+                f"{self._shown} refuses the login: {error}; correct the user or the password"
+            ) from error
         except Silent as error:
-            raise PublisherUnavailable(f"{self._shown}: {error}") from error
+            raise PublisherUnavailable(f"{self._shown} does not answer: {error}") from error
         brokers = ", ".join(sorted(f"{broker.host}:{broker.port}" for broker in cluster.brokers.values()))
         return f"{self._shown}: Kafka cluster {cluster.cluster_id} with {len(cluster.brokers)} brokers: {brokers}"
 

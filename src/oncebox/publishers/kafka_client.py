@@ -1,12 +1,24 @@
 """What every Kafka client of ours needs: its brokers, who it is, and librdkafka's settings by their own names."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
+from confluent_kafka import KafkaError
+
+from ..url import shows
 from .message import PublisherUrl
 
 logger = logging.getLogger(__name__)
+
+# Secrets that librdkafka takes as they are, so that it has no reason to quote them.
+_NEVER_QUOTED = frozenset(
+    {
+        *("sasl.password", "ssl.key.password", "ssl.keystore.password", "ssl.key.pem", "ssl.certificate.pem"),
+        *("ssl.ca.pem", "ssl.key.location", "ssl.keystore.location", "sasl.oauthbearer.client.secret"),
+    }
+)
+_WITHOUT_VALUES = ('No such configuration property: "{}"', 'Invalid value for configuration property "{}"')
 
 
 class ClientLog:
@@ -53,9 +65,10 @@ def own_settings(url: PublisherUrl, ours: Collection[str], *, whose: str = "publ
     return own
 
 
-def hidden(text: str, settings: Mapping[str, Any]) -> str:
-    """A message of the client without the secrets that it may quote."""
-    for name, value in settings.items():
-        if any(word in name for word in ("password", "secret", "token", "key", "pem")) and str(value):
-            text = text.replace(str(value), "***")
-    return text
+def refusal(error: KafkaError, given: Collection[str]) -> str:
+    """Why the client refuses its settings: in its own words, unless they may quote the value of a secret one."""
+    doubtful = [name for name in given if not shows(name) and name not in _NEVER_QUOTED]
+    harmless = {words.format(name) for name in doubtful for words in _WITHOUT_VALUES}
+    if not doubtful or error.str() in harmless:
+        return error.str()
+    return f"librdkafka does not take its settings; look at {', '.join(doubtful)}"

@@ -1,5 +1,6 @@
 """What a Kafka publisher must know of a topic before it sends there: that it exists, and what it takes."""
 
+import re
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, wait
@@ -18,13 +19,19 @@ KNOWN_SECONDS = 60.0  # a topic that was deleted since is found when the broker 
 STEP_SECONDS = 0.02
 REQUEST_SECONDS_MAX = 30.0
 BATCH_OVERHEAD = 61  # bytes of a record batch besides its records
+NAME_MAX = 249  # characters of a topic's name
 _KNOWN_MAX = 10_000
+_LEGAL = re.compile(rf"[A-Za-z0-9._-]{{1,{NAME_MAX}}}")
 
 Headers = list[tuple[str, str | bytes | None]]  # as the client takes them; ours are bytes
 
 
 class Silent(Exception):
     """The cluster did not answer in time; the text is what the client said about its connections, if it did."""
+
+
+class Refused(Silent):
+    """The cluster answered, and refuses our user or password."""
 
 
 class Topic(NamedTuple):
@@ -42,13 +49,17 @@ class Topics:
         self._lock = threading.Lock()
         self._admin: AdminClient | None = None
         self._known: dict[str, tuple[float, Topic]] = {}
-        self._trouble: dict[str, str] = {}  # apart from this object, which the client must not keep alive
+        self._trouble: dict[int, str] = {}  # by code; apart from this object, which the client must not keep alive
 
     def look(self, names: Collection[str], deadline: Deadline) -> dict[str, Topic | KafkaError]:
         """Each of these topics, or why nothing can be sent there; `Silent` if the cluster says nothing."""
         now = clock.monotonic()
         found: dict[str, Topic | KafkaError] = {}
         for name in names:
+            if (problem := illegal(name)) is not None:
+                advice = "another template as ?destination=… can lead its events to a legal one"
+                found[name] = KafkaError(KafkaError.TOPIC_EXCEPTION, f"{problem}; {advice}")
+                continue
             until, topic = self._known.get(name, (0.0, None))
             if topic is not None and now < until:
                 found[name] = topic
@@ -96,7 +107,8 @@ class Topics:
 
     def _silent(self, otherwise: str) -> Silent:
         self.client().poll(0)  # the client speaks of its connections only when it is asked
-        return Silent("; ".join(self._trouble.values()) or otherwise)
+        kind = Refused if KafkaError._AUTHENTICATION in self._trouble else Silent
+        return kind("; ".join(self._trouble.values()) or otherwise)
 
     def _remember(self, found: Mapping[str, Topic | KafkaError]) -> None:
         if len(self._known) > _KNOWN_MAX:
@@ -105,10 +117,10 @@ class Topics:
         self._known.update({name: (until, topic) for name, topic in found.items() if isinstance(topic, Topic)})
 
 
-def _note(trouble: dict[str, str], error: KafkaError) -> None:
+def _note(trouble: dict[int, str], error: KafkaError) -> None:
     """That all brokers are down says nothing: why each is says it."""
     if error.code() != KafkaError._ALL_BROKERS_DOWN:
-        trouble[error.name()] = error.str()
+        trouble[error.code()] = error.str()
 
 
 def _await(futures: Iterable[Future[Any]], deadline: Deadline) -> None:
@@ -139,6 +151,13 @@ def _error(future: Future[Any]) -> KafkaError | None:
         found: KafkaError = error.args[0]
         return found
     raise error
+
+
+def illegal(name: str) -> str | None:
+    """Why no Kafka topic can have this name, if so."""
+    if _LEGAL.fullmatch(name) and name not in {".", ".."}:
+        return None
+    return f"a topic's name has 1 to {NAME_MAX} characters, which are letters from a to z, digits, '.', '_' and '-'"
 
 
 def record_bytes(key: bytes | None, value: bytes, headers: Headers) -> int:

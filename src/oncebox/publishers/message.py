@@ -11,13 +11,13 @@ from binascii import unhexlify
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl, unquote, urlsplit
 from uuid import UUID
 
 from ..clock import uuid_of
-from ..config import hidden_password, parse_duration
+from ..config import parse_duration
 from ..errors import InvalidSetting
 from ..event import BYTES_TYPE, RESERVED_HEADERS, RESERVED_PREFIX, Claim, Event
+from ..url import parse_url, shows
 
 EVENT_ID = "event_id"
 EVENT_TYPE = "event_type"
@@ -36,6 +36,9 @@ _TRACE_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _TRACE_STATE_MAX = 512
 _REPLAYS_DIGITS_MAX = 9
 _UUID_DIGITS = 32
+_PLAINEST_TYPE = "a"
+PORT_MAX = 65_535
+_ONE_HOST = re.compile(r"(?P<host>\[[^\]]*\]|[^:,]*)(?::(?P<port>[0-9]*))?")
 
 T = TypeVar("T")
 Stranger = Callable[[], tuple[UUID, str]]  # the id and the type of what no relay wrote; seldom asked for
@@ -248,34 +251,31 @@ class PublisherUrl:
     """
 
     def __init__(self, url: str) -> None:
-        self.shown = hidden_password(url)
-        try:
-            parts = urlsplit(url)
-            given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-        except ValueError:  # its text may show a secret
-            raise self.wrong(
-                "cannot be read; write scheme://host/path?option=value, special characters as %XX"
-            ) from None
-        self._parts = parts
-        self.scheme = parts.scheme
-        self.authority = parts.netloc.rpartition("@")[2]  # as it is written: some name several hosts
-        self.host = parts.hostname
-        self.user = None if parts.username is None else unquote(parts.username)
-        self.password = None if parts.password is None else unquote(parts.password)
-        self.path = unquote(parts.path)
-        self._options = dict(given)
+        parts = parse_url(url)
+        self.shown = parts.masked
+        self.scheme = parts.scheme.lower()
+        self.authority = parts.hosts  # as it is written: some name several hosts
+        self.user, self.password, self.path = parts.user, parts.password, parts.path
+        self._options = dict(parts.options)
+        self.given = tuple(self._options)  # the names of all options
         self._known: list[str] = []
-        if len(self._options) < len(given):
+        if len(self._options) < len(parts.options):
             raise self.wrong("gives an option twice; write each once")
-        if parts.fragment:
+        if "#" in url:
             raise self.wrong("has a '#', and what follows would be lost; write it as %23")
+
+    @property
+    def host(self) -> str | None:
+        """The host, of a URL that names one; None without any."""
+        found = _ONE_HOST.fullmatch(self.authority)
+        return (found["host"].strip("[]").lower() or None) if found else None
 
     def port(self, default: int) -> int:
         """The port, of a URL that names one host."""
-        try:
-            return self._parts.port or default
-        except ValueError:
-            raise self.wrong("its port is no number from 1 to 65535") from None
+        text = _ONE_HOST.fullmatch(self.authority)
+        if text is None or int(text["port"] or default) > PORT_MAX:
+            raise self.wrong(f"names no single host with a port from 1 to {PORT_MAX}")
+        return int(text["port"] or 0) or default
 
     def wrong(self, problem: str) -> InvalidSetting:
         """The error that says what is wrong with this URL, without its secrets."""
@@ -297,7 +297,7 @@ class PublisherUrl:
         if value is None:
             return default
         if not (value.isdecimal() and value.isascii() and least <= int(value) <= most):
-            raise self.wrong(f"{name} is {value!r}; give a whole number from {least:,} to {most:,}")
+            raise self.wrong(f"{name} is {self._shown(name, value)}; give a whole number from {least:,} to {most:,}")
         return int(value)
 
     def duration(self, name: str, default: T, *, least: timedelta, most: timedelta) -> timedelta | T:
@@ -326,6 +326,15 @@ class PublisherUrl:
         except InvalidSetting as error:
             raise self.wrong(str(error)) from None
 
+    def check_route(self, route: Route, illegal: Callable[[str], str | None]) -> None:
+        """Refuse a template that leads even the shortest and plainest event type to a name that is `illegal`.
+
+        Found here, at the start: else events would wait for a destination that can never be.
+        """
+        problem = illegal(route(_PLAINEST_TYPE))
+        if problem is not None:
+            raise self.wrong(f"no event can be sent to the destination {route.template!r}: {problem}")
+
     def dotted(self) -> dict[str, str]:
         """All options with a dot in their name: a client's own settings, which it checks itself."""
         names = [name for name in self._options if "." in name]
@@ -345,7 +354,7 @@ class PublisherUrl:
 
     def _shown(self, name: str, value: str) -> str:
         """The value for a message; not that of a secret."""
-        return repr(value) if f"?{name}={value}" == hidden_password(f"?{name}={value}") else "hidden"
+        return repr(value) if shows(name) else "hidden"
 
 
 def waves(claims: Sequence[Claim], destination: Callable[[Event], str]) -> list[dict[str, list[int]]]:

@@ -4,6 +4,7 @@ One atomic script call for each part of a batch (`valkey.lua`) looks for duplica
 stream and a key at their first error. The page docs/reference/publishers.md has every option and its bounds.
 """
 
+import contextlib
 import functools
 import json
 import threading
@@ -15,7 +16,7 @@ from typing import Any, Self
 
 import redis
 
-from ..errors import PublisherUnavailable
+from ..errors import PublisherRefused, PublisherUnavailable
 from ..event import BYTES_TYPE, JSON_TYPE, Claim, Event
 from ..retry import Failure, Scope
 from .base import NOT_TRIED, Deadline, Guarantees, Outcome, Publisher
@@ -38,6 +39,7 @@ _EVENT_ID = argument(b"event_id") + b"$36\r\n"
 _OF_A_STREAM = ("WRONGTYPE", "NOPERM", "ERR ACL failure")  # the other errors are the whole server's
 _WAITED = (b"SET", b"oncebox:dedup:wait", b"", b"EX", b"60")
 _BROKEN = (redis.RedisError, Silent, OSError)
+_REFUSED = (redis.AuthenticationError, redis.exceptions.NoPermissionError)
 
 
 class ValkeyPublisher(Publisher):
@@ -178,8 +180,12 @@ class ValkeyPublisher(Publisher):
         try:
             wire = self._pool.take(deadline)
             return f"{self._shown}: {_about(wire, deadline)}"
+        except _REFUSED as error:
+            raise PublisherRefused(
+                f"{self._shown} refuses the login: {error}; correct the user or the password"
+            ) from error
         except _BROKEN as error:
-            raise PublisherUnavailable(f"{self._shown}: {error}") from error
+            raise PublisherUnavailable(f"{self._shown} does not answer: {error}") from error
         finally:
             self._pool.drop(wire)
 
@@ -389,7 +395,8 @@ def _about(wire: Wire, deadline: Deadline) -> str:
     try:
         answer = wire.ask(b"INFO", b"server", deadline=deadline)
     except redis.ResponseError:  # INFO is not for everybody
-        wire.ask(b"PING", deadline=deadline)
+        with contextlib.suppress(redis.exceptions.NoPermissionError):  # nor is PING
+            wire.ask(b"PING", deadline=deadline)
         return "answers"
     told = dict(line.split(":", 1) for line in answer.decode().splitlines() if ":" in line)
     kind = "Valkey" if "valkey_version" in told else "Redis"

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from datetime import timedelta
 
-BROKER = ""  # stands for all destinations at once; no destination has an empty name
+from .destinations import BROKER as BROKER  # noqa: PLC0414 - who asks the breaker needs it
+from .destinations import Troubles
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class Breaker:
         self._pause_min = pause_min
         self._pause_max = pause_max
         self._pauses: dict[str, _Pause] = {}
+        self.troubles = Troubles()  # why they fail, for as long as the process that keeps this breaker lives
 
     def remaining(self, destination: str, now: float) -> timedelta:
         """How long to leave it alone; 0 when it may be tried."""

@@ -14,6 +14,7 @@ from ..retry import Failure, Scope
 from ..stores.base import OutboxStore
 from .breaker import BROKER, Breaker
 from .calls import Calls
+from .destinations import Reporter, name_of
 from .heartbeat import Heartbeat
 from .settings import RelaySettings
 
@@ -67,6 +68,7 @@ class Delivery:
         self._breaker = breaker
         self._worker = worker
         self._calls = Calls(publisher, in_flight)
+        self._reporter = Reporter(store, breaker.troubles, worker)
         self._at = at
 
     def close(self) -> None:
@@ -102,8 +104,15 @@ class Delivery:
             self._heartbeat.drop(token)  # before it is finalized: a token that is done with is no lost lease
         self._settle(batch, verdicts, deadline)  # 5. written down, shown the token
         self._at("finalized")
+        self._report(batch, settings)  # what failed is PENDING again by now, and is counted among what waits
         telemetry.measure(telemetry.BATCH, clock.monotonic() - since, worker=self._worker)
         return batch
+
+    def _report(self, batch: Batch, settings: RelaySettings) -> None:
+        def acknowledged() -> set[str]:
+            return {self._publisher.destination(claim.event) for claim in batch.published}
+
+        self._reporter.report(settings.name, settings.pause_max, acknowledged if batch.published else None)
 
     def _give_up(self, batch: Batch) -> None:
         """As if this process had died: the events come back as suspects, at last alone, and are charged then."""
@@ -157,30 +166,35 @@ class Delivery:
                 yield claim
 
     def _noted(self, claims: Sequence[Claim], outcomes: list[Outcome]) -> list[Outcome]:
-        """Tell the breaker how the destinations did, each once: the broker's word on many events is one word."""
-        said: dict[str, bool] = {}
+        """Note how the destinations did, each once: a broker failure counts once per batch."""
+        said: dict[str, _Failed | None] = {}  # None: it took an event
+        watched = bool(self._breaker.open or self._breaker.troubles.listed)
         for claim, outcome in zip(claims, outcomes, strict=True):
             if outcome is None or (isinstance(outcome, Failure) and outcome.scope is Scope.EVENT):
-                if self._breaker.open:
-                    said.setdefault(self._publisher.destination(claim.event), True)
+                if watched:
+                    said.setdefault(self._publisher.destination(claim.event), None)
             elif isinstance(outcome, Failure):
                 broker = outcome.scope is Scope.BROKER
-                said[BROKER if broker else self._publisher.destination(claim.event)] = False
+                destination = BROKER if broker else self._publisher.destination(claim.event)
+                failed = said[destination] = said.get(destination) or _Failed(outcome.error)
+                failed.event_types.add(claim.event.event_type)
                 if not broker and self._breaker.half_open(BROKER):
-                    said.setdefault(BROKER, True)  # it is there to say that this destination fails
-        for destination, well in sorted(said.items(), key=_failures_last):
-            self._note(destination, well)
+                    said.setdefault(BROKER, None)  # it is there to say that this destination fails
+        for destination, failed_or_none in sorted(said.items(), key=_failures_last):
+            self._note(destination, failed_or_none)
         return outcomes
 
-    def _note(self, destination: str, well: bool) -> None:
-        name = destination or "the broker"
-        if well:
-            if self._breaker.succeeded(destination):
-                log.info("%s takes events again", name)
+    def _note(self, destination: str, failed: "_Failed | None") -> None:
+        now = clock.monotonic()
+        if failed is None:
+            self._breaker.succeeded(destination)
+            for name in (destination, BROKER):  # it answered, so the broker is there
+                self._breaker.troubles.succeeded(name)
             return
-        pause = self._breaker.failed(destination, clock.monotonic(), random.random())  # noqa: S311 - no secret
-        telemetry.count(telemetry.PAUSED, worker=self._worker, destination=name)
-        log.warning("%s fails; no event is sent to it for %.1f s", name, pause.total_seconds())
+        pause = self._breaker.failed(destination, now, random.random())  # noqa: S311 - no secret
+        self._breaker.troubles.failed(destination, failed.reason, failed.event_types, now)
+        telemetry.count(telemetry.PAUSED, worker=self._worker, destination=destination or "the broker")
+        log.debug("%s fails; no event is sent to it for %.1f s", name_of(destination), pause.total_seconds())
 
     # --- 4 -----------------------------------------------------------------------------------------------------------
 
@@ -282,9 +296,17 @@ class Delivery:
             )
 
 
-def _failures_last(said: tuple[str, bool]) -> bool:
+@dataclass(slots=True)
+class _Failed:
+    """What a batch says against a destination."""
+
+    reason: str
+    event_types: set[str] = field(default_factory=set)
+
+
+def _failures_last(said: tuple[str, _Failed | None]) -> bool:
     """A success closes the breaker of the broker too, and must not undo what the same batch says against it."""
-    return not said[1]
+    return said[1] is not None
 
 
 PUBLISHED = Published()

@@ -9,12 +9,12 @@ from types import TracebackType
 from typing import Self
 from uuid import UUID
 
-from .. import clock, telemetry
+from .. import clock, logs, telemetry
 from ..config import Control
 from ..errors import OnceboxError
 from ..publishers.base import Deadline
 from ..stores.base import LEASE_RENEWALS, OutboxStore, Worker
-from .living import seconds_in
+from .living import STOPPING, seconds_in, speaks_for
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,8 @@ class Orders:
     """What the control rows said when they were last read."""
 
     control: Control = field(default_factory=Control)
-    stopping: bool = False  # the relay that this worker belongs to is shutting down, or gone
+    stopping: bool = False  # the relay that this worker belongs to is shutting down
+    orphaned: bool = False  # that relay has no row: it is dead, or was removed and has not signed on again yet
     reaper: bool = True  # somebody reaps (LR-020)
     heard: bool = True  # the store answered, when it was last asked
     at: float = 0.0  # monotonic time from before they were read
@@ -98,8 +99,10 @@ class Heartbeat:
         at = clock.monotonic()
         control = self._store.control()
         workers = self._store.workers()
-        stopping = self._relay is not None and not any(worker.worker_id == self._relay for worker in workers)
-        self.orders = Orders(control, stopping, any(map(reaps, workers)), at=at)
+        relays = [worker for worker in workers if self._relay is not None and speaks_for(worker, self._relay)]
+        stopping = any(worker.details.get(STOPPING) for worker in relays)
+        orphaned = self._relay is not None and not relays
+        self.orders = Orders(control, stopping, orphaned, any(map(reaps, workers)), at=at)
         if stopping:
             with self._lock:
                 for lease in self._leases.values():
@@ -131,6 +134,8 @@ class Heartbeat:
         except OnceboxError as error:
             alive = False
             log.warning("%s cannot read the control rows: %s", self._worker, error)
+        else:
+            logs.store_answers()
         if not alive:
             self.orders = replace(self.orders, heard=False)
 

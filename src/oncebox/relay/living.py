@@ -10,6 +10,10 @@ from pathlib import Path
 
 from ..stores.base import Worker
 
+RELAY_KIND = "relay"
+WORKER_KIND = "worker"
+STOPPING = "stopping"  # among the details of a relay's row: its workers are to finish what they hold, and end
+
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _PIDS = Path("/proc/self/ns/pid")
 _STARTTIME = 19  # among the fields of /proc/PID/stat that follow the program's name
@@ -40,6 +44,26 @@ def known_dead(worker: Worker) -> bool:
     if fields is None:
         return not _exists(worker.pid)
     return fields[0] in _REMAINS or fields[_STARTTIME] != began
+
+
+def known_alive(worker: Worker) -> bool:
+    """Whether the worker's process surely exists: it was started on this machine, and it is still there.
+
+    It may be paused or hang; then it can wake up at any time.
+    """
+    began = worker.details.get("born")
+    return began is not None and worker.details.get("machine") == machine() is not None and born(worker.pid) == began
+
+
+def speaks_for(worker: Worker, relay: str) -> bool:
+    """Whether this is a row of the relay: its first one, or one under which it signed on again (`relay.2`, …)."""
+    return worker.kind == RELAY_KIND and first_id(worker) == relay
+
+
+def first_id(worker: Worker) -> str:
+    """The id of a relay's first row: `relay/1f.2` and `relay/1f` are one relay."""
+    name, slash, rest = worker.worker_id.rpartition("/")
+    return f"{name}{slash}{rest.partition('.')[0]}"
 
 
 def seconds_in(details: Mapping[str, object], name: str, default: timedelta) -> timedelta:

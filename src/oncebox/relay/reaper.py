@@ -5,18 +5,20 @@ import threading
 from dataclasses import dataclass
 from datetime import timedelta
 
-from .. import clock, telemetry
+from .. import clock, logs, telemetry
 from ..clock import uuid7
+from ..config import SILENCE_LEASES, Timing
 from ..errors import OnceboxError
 from ..stores.base import OutboxStore, Reaped, Worker
 from .heartbeat import REAPER_KIND
-from .living import known_dead, seconds_in, this_process
+from .living import known_alive, known_dead, seconds_in, this_process
 
 log = logging.getLogger(__name__)
 
 REAP_LIMIT = 100  # claims in one statement
 LOOK = 1.0  # seconds between looks for workers whose process is gone
-SILENCE_MIN = timedelta(seconds=30)  # and then three leases, until a worker that nobody can look at counts as dead
+SILENCE_MIN = timedelta(seconds=30)  # of a worker that did not say how long it may be silent
+STALL = 2.0  # seconds beyond its pause; a turn that took longer was an outage of the reaper's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,40 +33,62 @@ class Sweep:
 class Reaper:
     """Returns expired claims to PENDING, or to DEAD when their budget is spent (LR-021), every `interval`.
 
-    Any number may run; each claim is reaped once. A worker whose process is known to be gone is not waited for.
+    Any number may run; each claim is reaped once. A worker whose process is known to be gone is not waited for. A
+    silent worker is removed only if its process cannot be seen from here, and only by a reaper that has itself been at
+    work for a heartbeat: after an outage, all workers look silent to a reaper until they have had time to report.
     """
 
     def __init__(self, store: OutboxStore, *, interval: timedelta, name: str = "reaper") -> None:
         self._store = store
         self._interval = interval
+        self._at_work_since: float | None = None  # without an outage of its own
+        self._turn_ended: float | None = None
         self.worker_id = f"{name}/{uuid7().hex[-12:]}"
 
     def run(self, stop: threading.Event) -> None:
         """Reap until `stop` is set. What goes wrong with the store is logged, and tried again."""
+        pause = min(LOOK, self._interval.total_seconds())
         due = 0.0
         while not stop.is_set():
             try:
-                self.bury(self._present())
+                workers = self._present()
+                logs.store_answers()
+                self._note_turn(pause)
+                self.bury(workers)
                 if clock.monotonic() >= due:
                     self.sweep()
                     due = clock.monotonic() + self._interval.total_seconds()
             except OnceboxError as error:
+                self._at_work_since = None
                 log.error("%s could not reap, and will try again: %s", self.worker_id, error)  # noqa: TRY400
             except Exception:
+                self._at_work_since = None
                 log.exception("%s could not reap in a way that nobody expected, and will try again", self.worker_id)
-            stop.wait(min(LOOK, self._interval.total_seconds()))
+            stop.wait(pause)
         try:
             self._store.sign_off(self.worker_id)
         except OnceboxError as error:
             log.warning("%s could not sign off, and will be found silent: %s", self.worker_id, error)
 
     def _present(self) -> list[Worker]:
-        """All workers, this one among them: one that was silent for long may have been struck off meanwhile."""
+        """All workers, this one among them: another reaper may have removed it during a long silence."""
         workers = self._store.workers()
         if not any(worker.worker_id == self.worker_id for worker in workers):
-            details = {"interval": self._interval.total_seconds()}
+            details = {
+                "interval": self._interval.total_seconds(),
+                "heartbeat": self._interval.total_seconds(),
+                "silence": max(SILENCE_MIN, SILENCE_LEASES * self._interval).total_seconds(),
+            }
             self._store.sign_on(this_process(self.worker_id, REAPER_KIND, **details))
         return workers
+
+    def _note_turn(self, pause: float) -> None:
+        """The store has answered: a turn that took too long was an outage, though no call failed in it."""
+        now = clock.monotonic()
+        stalled = self._turn_ended is not None and now - self._turn_ended > pause + STALL
+        if self._at_work_since is None or stalled:
+            self._at_work_since = now
+        self._turn_ended = now
 
     def sweep(self) -> Sweep:
         """One run: until nothing expired is left."""
@@ -77,10 +101,11 @@ class Reaper:
             done = self._noted(found)  # at once: what was reaped is counted, whatever happens to the rest
             total = Sweep(total.recovered + done.recovered, total.died + done.died)
             more = len(found) == REAP_LIMIT
+            self._turn_ended = clock.monotonic()
         return total
 
     def bury(self, workers: list[Worker]) -> Sweep:
-        """Strike off the workers that are dead, and free at once what the known dead held (LR-052)."""
+        """Remove the workers that are dead, and free at once what the known dead held (LR-052)."""
         dead = [worker for worker in workers if worker.worker_id != self.worker_id and self._dead(worker)]
         reaped = [one for worker in dead for one in self._freed(worker)]
         swept = self._noted(reaped)
@@ -89,20 +114,30 @@ class Reaper:
     def _dead(self, worker: Worker) -> bool:
         if known_dead(worker):
             return True
+        if worker.silent_for is None or known_alive(worker) or not self._may_judge(worker):
+            return False
         lease = seconds_in(worker.details, "lease", timedelta(0))
-        return worker.silent_for is not None and worker.silent_for > max(SILENCE_MIN, 3 * lease)
+        return worker.silent_for > seconds_in(worker.details, "silence", max(SILENCE_MIN, SILENCE_LEASES * lease))
+
+    def _may_judge(self, worker: Worker) -> bool:
+        """Whether the worker has had time to report since this reaper's last outage."""
+        heartbeat = seconds_in(worker.details, "heartbeat", Timing().heartbeat)
+        since = self._at_work_since
+        return since is not None and clock.monotonic() - since > heartbeat.total_seconds()
 
     def _freed(self, worker: Worker) -> list[Reaped]:
         """A worker that is only silent may wake up: its claims wait for their leases."""
-        reaped = self._store.reap(worker=worker.worker_id) if known_dead(worker) else []
+        gone = known_dead(worker)
+        reaped = self._store.reap(worker=worker.worker_id) if gone else []
         self._store.sign_off(worker.worker_id)
         telemetry.count(telemetry.WORKER_DIED, kind=worker.kind)
-        log.error(
-            "%s (%s, process %d on %s) is dead; %d events that it held are eligible again (LR-052)",
-            worker.worker_id,
+        log.warning(
+            "%s %s (process %d on %s) %s; %d events that it held are eligible again (LR-052)",
             worker.kind,
+            worker.worker_id,
             worker.pid,
             worker.host,
+            "is gone" if gone else f"has been silent for {worker.silent_for}: it is removed, and its leases run out",
             sum(one.recovered for one in reaped),
         )
         return reaped

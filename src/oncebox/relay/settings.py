@@ -55,6 +55,11 @@ class RelaySettings:
         by_type = {kind: policy.failures_max for kind, policy in self.policies.by_type.items()}
         return Budget(default=self.policies.default.failures_max, by_type=by_type)
 
+    @property
+    def pause_longest(self) -> timedelta:
+        """How long a failing destination is left alone at most: a lease, so that work resumes soon after an outage."""
+        return max(self.pause_min, min(self.pause_max, self.timing.lease))
+
     def under(self, control: Control) -> "RelaySettings":
         """These settings as the control rows change them; the heartbeat keeps below a third of a shorter lease."""
         changed = {name: value for name in ("claim_max", "rate_max") if (value := getattr(control, name)) is not None}

@@ -2,26 +2,26 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from .. import clock
 from ..clock import uuid7
 from ..errors import StoreUnavailable
 from ..publishers.base import Publisher
-from ..stores.base import OutboxStore
+from ..stores.base import OutboxStore, Query
 from .breaker import BROKER, Breaker
 from .delivery import AtStep, Batch, Delivery
 from .heartbeat import LEASE_SHARE, Heartbeat, Orders
-from .living import this_process
+from .living import WORKER_KIND, this_process
 from .rate import Rate
 from .settings import RelaySettings
+from .watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-RELAY_KIND = "relay"
-WORKER_KIND = "worker"
+DRAIN_PAUSE = 0.25  # seconds that a drain's shift lasts at least, if it finds nothing
 STORE_PAUSE = 0.5  # seconds until a store that does not answer is asked again
 
 
@@ -33,17 +33,26 @@ class Parts:
     heartbeat_store: OutboxStore
     publisher: Publisher
     breaker: Breaker  # kept by whoever keeps the publisher, so that a pause outlives one worker
+    watchdog: Watchdog = field(default_factory=Watchdog)  # likewise
 
 
-def new_worker_id(relay: str, place: str) -> str:
+class Obstacle(NamedTuple):
+    """What keeps a worker from claiming, and how many seconds to wait until the next look."""
+
+    why: str
+    pause: float
+
+
+def new_worker_id(place: str) -> str:
     """An id that no worker has had before (LR-032); what was published by it is found by all but its last part."""
-    return f"{relay}/{place}/{uuid7().hex[-12:]}"
+    return f"{place}/{uuid7().hex[-12:]}"
 
 
 class RelayWorker:
     """Claims, publishes and finalizes until it is told to stop; a context that signs on and off.
 
-    `relay` is the id of the relay that it belongs to: when that is no longer among the living, the worker stops.
+    `relay` is the id of the relay that it belongs to: when that shuts down the worker stops, and while that is not
+    among the living it claims nothing.
     """
 
     def __init__(
@@ -81,9 +90,19 @@ class RelayWorker:
         )
 
     def __enter__(self) -> Self:
-        details = {"relay": self._relay or "", "lease": self._settings.timing.lease.total_seconds()}
+        timing = self._settings.timing
+        details = {
+            "relay": self._relay or "",
+            "lease": timing.lease.total_seconds(),
+            "heartbeat": timing.heartbeat.total_seconds(),
+            "silence": timing.silence.total_seconds(),
+        }
         self._parts.store.sign_on(this_process(self.worker_id, WORKER_KIND, **details))
-        self._heartbeat.__enter__()
+        try:
+            self._heartbeat.__enter__()
+        except BaseException:
+            self._sign_off()
+            raise
         return self
 
     def __exit__(
@@ -91,33 +110,56 @@ class RelayWorker:
     ) -> None:
         self._heartbeat.__exit__(kind, error, traceback)
         self._delivery.close()
+        self._sign_off()
+
+    def _sign_off(self) -> None:
         try:
             self._parts.store.sign_off(self.worker_id)
         except StoreUnavailable:
-            log.warning("%s could not sign off; it will be found silent, and struck off", self.worker_id)
+            log.warning("%s could not sign off; a reaper will find it silent, and remove it", self.worker_id)
 
     def run(self, *, until: float, drain: bool = False, stopped: Callable[[], bool] = lambda: False) -> Iterator[Batch]:
         """Each batch once it is finalized, until the monotonic time `until`, or until told to stop.
 
         With `drain`, until nothing is eligible. No claim is held while a batch is handed out.
         """
+        idle = True
         while clock.monotonic() < until and not stopped() and not self._heartbeat.orders.stopping:
             orders = self._heartbeat.orders  # the same for the question and the claim: another thread renews them
-            wait = self._obstacle(orders)
-            if wait is not None:
-                clock.sleep(min(wait, max(0.0, until - clock.monotonic())))
+            obstacle = self._obstacle(orders)
+            if obstacle is not None:
+                self._held(obstacle.why)
+                clock.sleep(min(obstacle.pause, max(0.0, until - clock.monotonic())))
                 continue
             batch = self._deliver(orders)
             if batch is None:
                 clock.sleep(STORE_PAUSE)
             elif batch.claims:
+                idle = False
+                if batch.published:
+                    self._parts.watchdog.moved()
                 yield batch
-                if not batch.published:  # nothing went: whatever the reason, do not spin
+                if not batch.published:  # do not spin
+                    self._held("it publishes none of the events that it claims; the lines on destinations say why")
                     clock.sleep(self._settings.look.total_seconds())
-            elif drain:
-                return
             else:
+                self._parts.watchdog.moved()
+                if drain and not idle:
+                    return
+                if drain:  # some may not be due yet: or shift would follow shift without a pause
+                    self._wait(DRAIN_PAUSE)
+                    return
                 self._wait(max(0.0, until - clock.monotonic()))
+
+    def _held(self, why: str) -> None:
+        self._parts.watchdog.held(self.worker_id, why, self._settings.timing.lease.total_seconds(), self._eligible)
+
+    def _eligible(self) -> bool:
+        """Whether any event waits; if the store cannot say, there may be one."""
+        try:
+            return bool(self._parts.store.find(Query(eligible=True), limit=1))
+        except StoreUnavailable:
+            return True
 
     def _wait(self, seconds: float) -> None:
         """Until there may be something to claim, or for a look."""
@@ -127,16 +169,28 @@ class RelayWorker:
             log.warning("%s: the store does not answer: %s", self.worker_id, error)
             clock.sleep(min(STORE_PAUSE, seconds))
 
-    def _obstacle(self, orders: Orders) -> float | None:
-        """How long to wait before the next look, if nothing may be claimed now."""
+    def _obstacle(self, orders: Orders) -> "Obstacle | None":
+        """Why nothing may be claimed now, if so."""
         look = self._settings.look.total_seconds()
-        if orders.control.paused or self._deaf(orders) or self._blind(orders):
-            return look
+        if why := self._forbidden(orders):
+            return Obstacle(why, look)
         pause = self._parts.breaker.remaining(BROKER, clock.monotonic())
         if pause:
-            return min(pause.total_seconds(), look)
+            return Obstacle("the broker does not answer", min(pause.total_seconds(), look))
         if not self._limit(orders):
-            return look / 10
+            return Obstacle("the rate limit allows none yet", look / 10)
+        return None
+
+    def _forbidden(self, orders: Orders) -> str | None:
+        """Why the rows of the store forbid to claim, if they do."""
+        if orders.control.paused:
+            return "an operator has paused all relays of this store; `oncebox resume` ends that"
+        if self._deaf(orders):
+            return "the store does not answer its heartbeat"
+        if orders.orphaned:
+            return f"relay {self._relay} is not signed on: it is gone, or has not signed on again yet"
+        if self._blind(orders):
+            return "no reaper is alive; start `oncebox reap`"
         return None
 
     def _deaf(self, orders: Orders) -> bool:
@@ -165,6 +219,7 @@ class RelayWorker:
             batch = self._delivery.deliver(self._settings.under(orders.control), self._limit(orders))
         except StoreUnavailable as error:
             log.warning("%s: the store does not answer: %s", self.worker_id, error)
+            self._held("the store does not answer")
             return None
         self._rate.used(len(batch.claims))
         return batch

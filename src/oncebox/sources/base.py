@@ -6,7 +6,7 @@ with the processor's state, in the same transaction (EO-02), and handed back whe
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, Self
@@ -24,21 +24,38 @@ class Message(NamedTuple):
     event: Event
     replays: int = 0
     receipt: Any = None
+    fault: str | None = None  # why no handler can be given it: it is a dead letter at once
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a source partition is done: all up to and including `low`, and of what lies above, those in `done`.
 
-    Positions have holes, so `low` is that of a message, or None for nothing yet.
+    Positions have holes, so `low` is that of a message, or None for nothing yet. A source that is no log and has
+    one reader at a time sets `since`: only above it does the checkpoint prove anything (`SourcePartition.trusted`).
     """
 
     low: Position | None = None
     done: frozenset[Position] = field(default_factory=frozenset)
+    since: Position | None = None
 
     def covers(self, position: Position) -> bool:
         """Whether the message at this position has had its effect."""
         return (self.low is not None and position <= self.low) or position in self.done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behind:
+    """What a source remembers as done, and the state store does not cover: the state store is older than the source."""
+
+    events: int  # the distance; for a log whose offsets have holes, at most
+    remembered: Position  # the last that the source remembers as done
+    where: str  # for people, without secrets: "offsets 120 to 465 of partition 3"
+    reread: bool = False  # the source hands all of it out again: a warning is enough
+    replay: str = ""  # for people: how to have the source hand it out again
+
+
+Known = Callable[[Sequence[Message]], Collection[Position]]  # of these, the positions whose events the inbox has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +76,45 @@ class SourcePartition(ABC):
     origin: Position | None = None
     """Of a log that was opened without progress: what reading began above.
 
-    Until a `low` is known this is to be kept as it, with the very first commit: a start at the end of a log, or at the
-    end of its retention, is found again by nothing else while the first message is still unfinished.
+    Until a `low` is known this is kept as it, as soon as the partition is opened: a start at the end of a log, or at
+    the end of its retention, is found again by nothing else.
     """
 
     may_join: bool = False
     """Whether there is anything to be asked by `joins`."""
+
+    def behind(self, progress: Progress, known: Known) -> Behind | None:  # noqa: ARG002 - for those that remember
+        """Whether the state store is older than what this source remembers as done; asked once, before `poll`.
+
+        `progress` is the checkpoint, or what an operator has accepted as lost, if that is further. A source that
+        remembers nothing, or has been set back by an operator, has no mismatch.
+        """
+        return None
+
+    def to_keep(self, low: Position) -> Position:
+        """A position of this partition as a checkpoint keeps it: perhaps longer, with proof that the log is the same.
+
+        It begins with `low` and may have more numbers behind it. A message at `low` itself compares as not above it,
+        and one above `low` as above it; so checkpoints with and without them can be compared with the same messages.
+        """
+        return low
+
+    def trusted(self, progress: Progress) -> Progress:
+        """What of the checkpoint holds for this source; asked once, before `poll`.
+
+        A source whose messages stay pending until they are acknowledged returns a `since`, if it has one reader at a
+        time. A message above it that the checkpoint covers has had its effect, also when it comes again; and one that
+        was acknowledged is covered: acknowledgements come after the commit of the checkpoint.
+        """
+        return progress
+
+    def lost(self) -> Sequence[Message]:
+        """Messages that were pending and that the source no longer has; without payload, under ids of their own.
+
+        Asked after each `poll`, which hands out nothing new above them before. They stay pending until `ack`: after a
+        death before it they are lost here again, under the same ids.
+        """
+        return ()
 
     @abstractmethod
     def poll(self, limit: int, *, bytes_max: int, timeout: timedelta) -> list[Message]:
@@ -132,6 +182,13 @@ class Source(ABC):
         `InvalidSetting` where nobody can say: then the state of its processors cannot be repartitioned.
         """
         raise InvalidSetting(f"{self.name}: which partition a key goes to is not known ({key!r} of {partitions})")
+
+    def standing(self, number: int, partitions: int) -> Progress | None:  # noqa: ARG002 - for those that remember
+        """Of so many partitions: what a new checkpoint must say of one whose messages are all done.
+
+        None where the source remembers nothing of this partition, or the checkpoint itself says where to read on.
+        """
+        return None
 
     def unread(self, number: int, progress: Progress) -> bool:
         """Whether a partition has messages that are not done. Looks only: nothing is handed out or taken over."""

@@ -9,22 +9,22 @@ import logging
 import threading
 import zlib
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import lru_cache, partial
 from itertools import accumulate, islice, pairwise, takewhile
 from operator import lt
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 from uuid import NAMESPACE_OID, UUID, uuid5
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka import Message as Record
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from .. import clock
 from ..errors import PositionGone, SourceError, SourceUnavailable
 from ..event import NOTHING, Event
-from ..publishers.kafka_client import ClientLog, client_settings, hidden, own_settings
+from ..publishers.kafka_client import ClientLog, client_settings, own_settings, refusal
 from ..publishers.message import (
     CONTENT_TYPE,
     EVENT_ID,
@@ -34,11 +34,12 @@ from ..publishers.message import (
     time_from,
     uuid_from,
 )
-from .base import Message, Position, Progress, Source, SourceCapabilities, SourcePartition
+from .base import Behind, Known, Message, Position, Progress, Source, SourceCapabilities, SourcePartition
 
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0
+MOVING_SECONDS, MOVING_PAUSE = 10.0, 0.1  # for a leader that moves, and between two questions to it
 CLOSE_SECONDS = 10.0
 CHECK_SECONDS = 2.0  # between two looks at the topic
 LEAVE_MAX, LEAVE_WAIT = 1_000, 0.05
@@ -55,8 +56,23 @@ _GONE = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE
 _NO_TOPIC = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})
 _SHOWN = "backslashreplace"  # what a relay wrote is UTF-8; of a stranger's bytes something is shown
 _PLAIN = (EVENT_ID, EVENT_TYPE, CONTENT_TYPE)  # the headers of most events, in the order in which a relay writes them
+_NO_EPOCH = -1
+_SAID = "oncebox"
+_END_MARK = (_SAID, "{mark}", "{last}")  # what is said with a group's offset: see `KafkaPartition._end_mark`
 _UNKNOWN_TOPIC_ID = 100  # the topic was deleted, and perhaps made anew
 _PASSING = frozenset({KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._TIMED_OUT})
+# The cluster answers that it is about to have an answer. `KafkaError.retriable` says so of none of them, as they come.
+_MOVING = frozenset(
+    {
+        *(KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE, KafkaError.REPLICA_NOT_AVAILABLE),
+        *(KafkaError.FENCED_LEADER_EPOCH, KafkaError.UNKNOWN_LEADER_EPOCH, KafkaError.OFFSET_NOT_AVAILABLE),
+        *(KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.COORDINATOR_NOT_AVAILABLE, KafkaError.NOT_COORDINATOR),
+        *(KafkaError.BROKER_NOT_AVAILABLE, KafkaError.NETWORK_EXCEPTION, KafkaError.REQUEST_TIMED_OUT),
+        *(KafkaError.KAFKA_STORAGE_ERROR, KafkaError.UNSTABLE_OFFSET_COMMIT, KafkaError._WAIT_COORD),
+        KafkaError._STATE,  # of a client that has not yet taken up its assignment
+    }
+)
+T = TypeVar("T")
 Headers = Sequence[tuple[str, bytes | None]]
 _new = tuple.__new__
 
@@ -81,13 +97,13 @@ class KafkaSource(Source):
         if not self.topic:
             raise url.wrong("names no topic; add ?topic=orders")
         url.done()
-        self._consumer = consumer
+        self.consumer = consumer
         self._lock = threading.Lock()
         self._admin: AdminClient | None = None
         try:
             self._client()  # it reads its settings now, and connects later
         except KafkaException as error:
-            raise url.wrong(hidden(error.args[0].str(), self._settings)) from None
+            raise url.wrong(refusal(error.args[0], url.given)) from None
 
     @classmethod
     def open(cls, url: str, *, consumer: str) -> Self:
@@ -105,21 +121,44 @@ class KafkaSource(Source):
 
     def look(self) -> Log:
         """The topic as it is now; `SourceUnavailable` if it is not there, or nobody says."""
-        asked = self._client().describe_topics(TopicCollection([self.topic]), request_timeout=ANSWER_SECONDS)
-        try:
-            found = asked[self.topic].result(2 * ANSWER_SECONDS)
-        except KafkaException as error:
-            raise self.unavailable(error.args[0]) from error
-        except TimeoutError as error:
-            raise SourceUnavailable(f"{self.shown}: no broker answered") from error
+        found = self.asked(self._described)
         return Log(len(found.partitions), zlib.crc32(str(found.topic_id).encode()))
 
+    def _described(self) -> Any:
+        asked = self._client().describe_topics(TopicCollection([self.topic]), request_timeout=ANSWER_SECONDS)
+        return asked[self.topic].result(2 * ANSWER_SECONDS)
+
+    def asked(self, ask: Callable[[], T]) -> T:
+        """The cluster's answer, as `ask` gets it; an answer that passes, as of a leader that moves, is asked for again.
+
+        `SourceUnavailable` with the reason, when it does not pass, or when there is no answer.
+        """
+        ends = clock.monotonic() + MOVING_SECONDS
+        while True:
+            try:
+                return ask()
+            except KafkaException as error:
+                reason: KafkaError = error.args[0]
+                if not moving(reason) or clock.monotonic() >= ends:
+                    raise self.unavailable(reason) from error
+                log.debug("%s: asked again: %s", self.shown, reason)
+            except TimeoutError as error:
+                raise SourceUnavailable(f"{self.shown}: no broker answered") from error
+            clock.sleep(MOVING_PAUSE)
+
+    def latest_epoch(self, place: TopicPartition) -> int | None:
+        """That of the newest leader of a partition; none if the cluster does not say."""
+        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+        (asked,) = self._client().list_offsets({place: latest}, request_timeout=ANSWER_SECONDS).values()
+        epoch = asked.result(2 * ANSWER_SECONDS).leader_epoch
+        return None if epoch is None or epoch < 0 else int(epoch)
+
     def unavailable(self, error: KafkaError) -> SourceUnavailable:
-        """What the cluster says, without secrets, and what helps."""
+        """What the cluster says, and what helps."""
         advice = "; create it first" if error.code() in _NO_TOPIC else ""
         if error.code() in {KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError._AUTHENTICATION}:
             advice = "; allow this user Read and Describe on it"
-        return SourceUnavailable(f"{self.shown}: {hidden(error.str(), self._settings)}{advice}")
+        return SourceUnavailable(f"{self.shown}: {error.str()}{advice}")
 
     def gone(self, problem: str) -> PositionGone:
         """What comes after the checkpoint is not there: nothing but an operator can decide what to do."""
@@ -136,7 +175,7 @@ class KafkaSource(Source):
             "queued.max.messages.kbytes": 32_768,
             "socket.timeout.ms": 10_000,
             **self._settings,
-            "group.id": self._consumer,
+            "group.id": self.consumer,
             "client.id": f"oncebox-{owner}",
             "isolation.level": "read_committed",
             "enable.auto.commit": False,
@@ -211,6 +250,7 @@ class KafkaPartition(SourcePartition):
         self._first_wait = ANSWER_SECONDS  # until the end was seen once, or the broker was silent for so long
         self._open = True
         self._last = -1 if progress.low is None else progress.low[0]  # the last record that was taken
+        self._epochs: deque[tuple[int, int]] = deque()  # from which record on which leader wrote
         self._told = -1  # how far, at its latest, the broker is told that all is done
         self._due: TopicPartition | None = None  # what it is to be told next
         self._asked: TopicPartition | None = None  # what it was told, and has not answered
@@ -218,12 +258,69 @@ class KafkaPartition(SourcePartition):
         self._consumer = Consumer({**settings, **own})
         try:
             self._next = self._first(progress)
-            self._consumer.assign([self._at(self._next)])
+            if progress.low is None:
+                self.origin = self._origin()
+            self._begin(_epoch(self.origin if progress.low is None else progress.low))
         except BaseException:
             self.close()
             raise
-        if progress.low is None:
-            self.origin = (self._next - 1, mark)
+
+    def _begin(self, epoch: int | None) -> None:
+        """Have the records fetched. Of an offset with an epoch the broker first says whether it was cut off since.
+
+        The client asks it that when it seeks, and when a leader changes; an assignment alone is not always enough.
+        """
+        first = self._at(self._next, epoch=epoch)
+        self._source.asked(partial(self._consumer.assign, [first]))
+        if epoch is not None:
+            self._epochs.append((self._last, epoch))
+            self._source.asked(partial(self._consumer.seek, first))
+
+    def _origin(self) -> Position:
+        """What reading begins above; before the first record of a log there is nothing that could be cut off."""
+        if not self._source.from_end:
+            return self._next - 1, self._mark
+        # After the end was looked up: an older epoch might end before it.
+        epoch = self._source.asked(partial(self._source.latest_epoch, self._at(0)))
+        return (self._next - 1, self._mark) if epoch is None else (self._next - 1, self._mark, epoch)
+
+    def behind(self, progress: Progress, known: Known) -> Behind | None:  # noqa: ARG002 - a log has one order
+        """By the offset of the group, which is committed only after the state is."""
+        found = self._committed()
+        if found is None or found.offset <= 0 or (last := self._last_done(found)) is None:
+            return None
+        low = -1 if progress.low is None else progress.low[0]
+        if last <= low or (progress.low is not None and not self._record_before(found.offset)):
+            return None
+        above = sum(1 for position in progress.done if low < position[0] <= last)
+        group = f"`kafka-consumer-groups --delete-offsets --group {self._source.consumer} --topic {self._topic}`"
+        return Behind(
+            events=last - low - above,
+            remembered=(found.offset - 1, self._mark),
+            where=f"offsets {low + 1:,} to {last:,} of partition {self._number}",
+            reread=progress.low is not None,
+            replay=f"{group} makes the group forget, and the topic is read from its start",
+        )
+
+    def _last_done(self, found: TopicPartition) -> int | None:
+        """The last record that is done by what the group says; none if it says so of a former topic of this name."""
+        said = (found.metadata or "").split("/")
+        if said[0] != _SAID or len(said) != len(_END_MARK):
+            return found.offset - 1
+        return int(said[2]) if said[1] == str(self._mark) else None
+
+    def _record_before(self, offset: int) -> bool:
+        """Whether the next record lies before this offset; what transactions leave in a log is none."""
+        if not self._buffer:
+            self._fetch(1, ANSWER_SECONDS)
+        return (self._buffer[0].offset() if self._buffer else self._next) < offset
+
+    def to_keep(self, low: Position) -> Position:
+        """With the epoch of the leader that wrote the record: by it the broker knows whether that one was cut off."""
+        epochs = self._epochs
+        while len(epochs) > 1 and epochs[1][0] <= low[0]:
+            epochs.popleft()
+        return (low[0], low[1], epochs[0][1]) if epochs and epochs[0][0] <= low[0] else low
 
     def poll(self, limit: int, *, bytes_max: int, timeout: timedelta) -> list[Message]:
         """The next records; what was fetched beyond `bytes_max` waits here for the next call.
@@ -279,7 +376,7 @@ class KafkaPartition(SourcePartition):
 
     def _end_mark(self, last: int) -> str:
         """Said with an offset: between the record `last` of this very topic and that offset there is no other."""
-        return f"oncebox/{self._mark}/{last}"
+        return "/".join(_END_MARK).format(mark=self._mark, last=last)
 
     def hold(self, messages: Sequence[Message]) -> Collection[Position]:  # noqa: ARG002 - a log lends nothing
         """Nothing can be lost: a log is nobody's."""
@@ -312,8 +409,8 @@ class KafkaPartition(SourcePartition):
         """Whether everything that is in the log now was handed out."""
         return not self._buffer and self._next >= self._bounds()[1]
 
-    def _at(self, offset: int, said: str = "") -> TopicPartition:
-        return TopicPartition(self._topic, self._number, offset, said)
+    def _at(self, offset: int, said: str = "", *, epoch: int | None = None) -> TopicPartition:
+        return TopicPartition(self._topic, self._number, offset, said, _NO_EPOCH if epoch is None else epoch)
 
     def _first(self, progress: Progress) -> int:
         start, end = self._bounds()
@@ -334,20 +431,29 @@ class KafkaPartition(SourcePartition):
         We said so ourselves to the broker, when we were at the end with everything done; who sets a group's offset by
         hand does not say it.
         """
+        found = self._committed()
+        return found is not None and found.offset >= start and found.metadata == self._end_mark(wanted - 1)
+
+    def _committed(self) -> TopicPartition | None:
+        """What the group's offset is; none if we may not know."""
         try:
-            (found,) = self._consumer.committed([self._at(0)], timeout=ANSWER_SECONDS)
-        except KafkaException as error:
-            if error.args[0].code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
-                return False  # nobody can tell
-            raise self._source.unavailable(error.args[0]) from error
-        return found.offset >= start and found.metadata == self._end_mark(wanted - 1)
+            return self._source.asked(self._group_offset)
+        except SourceUnavailable as error:
+            cause = error.__cause__
+            if isinstance(cause, KafkaException) and cause.args[0].code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
+                return None
+            raise
+
+    def _group_offset(self) -> TopicPartition:
+        (found,) = self._consumer.committed([self._at(0)], timeout=ANSWER_SECONDS)
+        if found.error is not None:
+            raise KafkaException(found.error)
+        return found
 
     def _bounds(self) -> tuple[int, int]:
         """The first offset that is there, and the one after the last."""
-        try:
-            bounds = self._consumer.get_watermark_offsets(self._at(0), timeout=ANSWER_SECONDS, cached=False)
-        except KafkaException as error:
-            raise self._source.unavailable(error.args[0]) from error
+        ask = partial(self._consumer.get_watermark_offsets, self._at(0), timeout=ANSWER_SECONDS, cached=False)
+        bounds = self._source.asked(ask)
         if bounds is None:
             raise SourceUnavailable(f"{self._source.shown}: no broker answered")
         return bounds
@@ -385,7 +491,19 @@ class KafkaPartition(SourcePartition):
             back = next(after for before, after in pairwise(offsets) if after <= before)
             raise self._source.gone(f"the log of partition {self._number} went back to offset {back:,}")
         self._last, self._next = offsets[-1], offsets[-1] + 1
+        self._note_epochs(found)
         self._buffer.extend(found)
+
+    def _note_epochs(self, found: Sequence[Any]) -> None:
+        """Epochs only grow, so the last record tells whether there is a new one among them."""
+        known = self._epochs[-1][1] if self._epochs else None
+        if found[-1].leader_epoch() == known:
+            return
+        for record in found:
+            epoch = record.leader_epoch()
+            if epoch is not None and epoch != known:
+                known = epoch
+                self._epochs.append((record.offset(), epoch))
 
     def _reached(self, end: int) -> None:
         """What is between the last record and the end are markers of transactions: nobody waits for them."""
@@ -399,7 +517,7 @@ class KafkaPartition(SourcePartition):
             return self._source.gone(f"offset {self._next:,} of partition {self._number} comes next: {error.str()}")
         if error.code() in _NO_TOPIC or error.code() == _UNKNOWN_TOPIC_ID:
             return self._source.gone(f"the topic is gone: {error.str()}")
-        passes = error.code() in _PASSING or error.retriable()
+        passes = error.code() in _PASSING or moving(error)
         return None if passes else self._source.unavailable(error)
 
     def _check(self) -> None:
@@ -425,7 +543,7 @@ class KafkaPartition(SourcePartition):
         ordering_key = None if key is None else key.decode("utf-8", _SHOWN)
         event = plain_event(headers or (), payload, ordering_key, self._time)
         if event is not None:
-            return _new(Message, (position, event, 0, None))
+            return _new(Message, (position, event, 0, None, None))
         said = {name: value.decode("utf-8", _SHOWN) if value else "" for name, value in headers or ()}
         stranger = partial(self._stranger, offset)
         return Message(position, *event_from(said, payload, ordering_key, self._time, stranger=stranger))
@@ -433,6 +551,16 @@ class KafkaPartition(SourcePartition):
     def _stranger(self, offset: int) -> tuple[UUID, str]:
         place = f"oncebox/kafka/{self._topic}/{self._mark}/{self._number}/{offset}"
         return uuid5(NAMESPACE_OID, place), self._topic
+
+
+def _epoch(position: Position | None) -> int | None:
+    """That of the leader; checkpoints of before have none."""
+    return position[2] if position is not None and len(position) > 2 else None
+
+
+def moving(error: KafkaError) -> bool:
+    """Whether the cluster says that it will have an answer in a moment."""
+    return error.code() in _MOVING or error.retriable()
 
 
 def plain_event(headers: Headers, payload: bytes, key: str | None, created_at: datetime) -> Event | None:

@@ -16,11 +16,11 @@ from uuid import UUID
 from .. import clock
 from ..config import Budget
 from ..errors import InvalidSetting, LeaseLost, PositionGone, SourceUnavailable, StoreUnavailable, UnknownStore
-from ..event import Claim, Published, Released, Verdict
+from ..event import Claim, Event, Published, Released, Verdict
 from ..publishers.message import PublisherUrl
 from ..registry import STORE_GROUP, registered
-from ..stores.base import Horizon, LogEnd, OutboxStore, hidden_password
-from .base import Message, Position, Progress, Source, SourceCapabilities, SourcePartition
+from ..stores.base import Horizon, LogEnd, Order, OutboxStore, Receipt, hidden_password
+from .base import Behind, Known, Message, Position, Progress, Source, SourceCapabilities, SourcePartition
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ LEASE_DEFAULT = timedelta(seconds=60)
 LEASE_MIN, LEASE_MAX = timedelta(seconds=1), timedelta(hours=1)
 BUDGET = Budget(default=1_000_000_000)  # who gives an event up is the processor, by its own count (EO-07)
 MOVE_SECONDS = 5.0  # between two words to retention about what is read
+PAGE, PAGES_MAX = 1_000, 100  # of what this processor has published, when it is compared with the state
 OPTIONS = ("lease", "partitions", "mode")
 
 
@@ -129,6 +130,43 @@ class OutboxPartition(SourcePartition):
         self._closed = False
         self._store.reap(worker=self._worker)
         self._renewed_at = self._reaped_at = clock.monotonic()
+
+    def behind(self, progress: Progress, known: Known) -> Behind | None:
+        """By what is PUBLISHED under this processor's name: that comes after the commit of the state, or with it."""
+        low = 0 if progress.low is None else progress.low[0]
+        with self._source.asking():
+            if not self._uncovered(progress, known):
+                return None
+            found = self._store.count_published_by(self._worker, after=low)
+        if found is None:  # replayed meanwhile
+            return None
+        above = sum(1 for position in progress.done if low < position[0] <= found.last)
+        return Behind(
+            events=max(1, found.events - above),
+            remembered=(found.last,),
+            where=f"PUBLISHED by {self._worker}, seq {low + 1:,} to {found.last:,}",
+            replay="`oncebox replay` of these PUBLISHED events",
+        )
+
+    def _uncovered(self, progress: Progress, known: Known) -> bool:
+        """Whether we published an event that neither the checkpoint nor the inbox covers.
+
+        With a checkpoint, of the events that follow it; without one, of the newest, and if none of them is ours of the
+        oldest: how many are looked at is bounded by the store, and how many pages of them by `PAGES_MAX`.
+        """
+        if progress.low is None and not progress.done:
+            newest = self._store.published_by(self._worker, after=0, order=Order.NEWEST, limit=PAGE)
+            if not _all_covered(newest, progress, known):
+                return True
+        after = 0 if progress.low is None else progress.low[0]
+        for _ in range(PAGES_MAX):
+            page = self._store.published_by(self._worker, after=after, limit=PAGE)
+            if not _all_covered(page, progress, known):
+                return True
+            if len(page) < PAGE:
+                return False
+            after = page[-1].seq
+        return False
 
     def poll(self, limit: int, *, bytes_max: int, timeout: timedelta) -> list[Message]:
         """Claim; if there is nothing, wait for something."""
@@ -263,6 +301,25 @@ class OutboxLogPartition(SourcePartition):
         else:
             self._after = self._known(progress.low, end)
 
+    def behind(self, progress: Progress, known: Known) -> Behind | None:  # noqa: ARG002 - a log has one order
+        """By the reader's position, which is moved only after the state is. Retention waits for what is read again."""
+        after = 0 if progress.low is None else progress.low[0]
+        if progress.low is not None and self._passed.pruned > after:
+            return None  # the first read says that it is gone
+        with self._source.asking():
+            found = self._store.passed_by(self._reader, after=after)
+            if found is not None and progress.low is not None:
+                self._store.set_reader(self._reader, "")
+        if found is None:
+            return None
+        return Behind(
+            events=found.events,
+            remembered=(found.last, self._mark),
+            where=f"seq {after + 1:,} to {found.last:,}",
+            reread=progress.low is not None,
+            replay=f"`oncebox readers --forget {self._reader}` has the log read from its oldest event",
+        )
+
     def _known(self, low: Position, end: LogEnd) -> int:
         """The `seq` to read on from, if this is the outbox that it is of."""
         seq, mark = low
@@ -323,6 +380,19 @@ class OutboxLogPartition(SourcePartition):
         if not self._closed:
             self._closed = True
             self._move()
+
+
+def _all_covered(receipts: Sequence[Receipt], progress: Progress, known: Known) -> bool:
+    """Whether each of these is done by the checkpoint, or in the inbox."""
+    left = [_message(one) for one in receipts if not progress.covers((one.seq,))]
+    return not left or len(known(left)) == len(left)
+
+
+def _message(receipt: Receipt) -> Message:
+    """As much of it as tells which event it is."""
+    event_id, created_at = receipt.event_id, receipt.created_at
+    event = Event(event_id=event_id, event_type=receipt.event_type, payload=b"", created_at=created_at)
+    return Message((receipt.seq,), event, receipt.replays)
 
 
 def _parted(url: str) -> tuple[str, PublisherUrl]:

@@ -8,7 +8,7 @@ option and its bounds.
 import itertools
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -22,10 +22,11 @@ from redis.retry import Retry
 
 from .. import clock
 from ..errors import Fenced, PositionGone, SourceError, SourceUnavailable
+from ..event import Event
 from ..publishers.message import PublisherUrl, time_from
 from ..publishers.valkey import PARTITIONS_MAX, event_from, partition_of, stream_of
 from ..publishers.valkey_wire import connection_settings
-from .base import Message, Position, Progress, Source, SourceCapabilities, SourcePartition
+from .base import Behind, Known, Message, Position, Progress, Source, SourceCapabilities, SourcePartition
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +37,16 @@ IDLE_MAX_MS = 86_400_000
 COUNT_FIRST = 16  # entries of the first read, before anybody knows how large they are
 PENDING_PAGE = 100  # entries that are taken over at once; each may be large
 PAGE = 1_000  # ids of one command
-_READ = Path(__file__).with_name("valkey.lua").read_text()
-_HOLD = Path(__file__).with_name("valkey_hold.lua").read_text()
+LOOK_BYTES = 1 << 20  # entries that the server goes through in one script, about
+_IDS = Path(__file__).with_name("valkey_ids.lua").read_text()
+_READ = _IDS + Path(__file__).with_name("valkey.lua").read_text()
+_CLAIM = _IDS + Path(__file__).with_name("valkey_claim.lua").read_text()
+_HOLD = _IDS + Path(__file__).with_name("valkey_hold.lua").read_text()
+_BEHIND = Path(__file__).with_name("valkey_behind.lua").read_text()
 _TIDY = Path(__file__).with_name("valkey_tidy.lua").read_text()
 _BROKEN = (redis.ConnectionError, redis.TimeoutError, OSError)
 _FIRST = b"0-0"
+_ZERO: Position = (0, 0)
 
 Entry = tuple[bytes, Any]  # its id and its fields
 
@@ -93,10 +99,10 @@ class ValkeySource(Source):
         stream = stream_of(self.stream, number, self._partitions)
         with self.asking():
             self._have_group(stream, progress)
-            self.client.eval(_TIDY, 1, stream, self.group, owner, self.idle_ms)
-            if self.takes_all:
+            if self.takes_all:  # from here on a former owner reads nothing more: what it was given is pending
                 self.client.set(self.owner_key(stream), owner)
-            return ValkeyPartition(self, stream, owner)
+            self.client.eval(_TIDY, 1, stream, self.group, owner, self.idle_ms)
+            return ValkeyPartition(self, stream, owner, self._group(stream) or {}, progress)
 
     def owner_key(self, stream: str) -> str:
         """Where the one who may read a partition is written down: a former owner would take what comes next with it."""
@@ -110,16 +116,17 @@ class ValkeySource(Source):
             except redis.ResponseError as error:
                 if not str(error).startswith("BUSYGROUP"):
                     raise
-        elif not self._has_group(stream):
+        elif self._group(stream) is None:
             raise self.gone(stream, f"the stream or its group {self.group} is gone, and the checkpoint is not")
 
-    def _has_group(self, stream: str) -> bool:
+    def _group(self, stream: str) -> dict[str, Any] | None:
         try:
-            return any(group["name"] == self.group.encode() for group in self.client.xinfo_groups(stream))
+            groups: list[dict[str, Any]] = self.client.xinfo_groups(stream)
         except redis.ResponseError as error:
             if "no such key" in str(error):
-                return False
+                return None
             raise
+        return next((group for group in groups if group["name"] == self.group.encode()), None)
 
     def route(self, key: str, partitions: int) -> int:
         """As the publisher does it: by the CRC-32 of the key."""
@@ -131,10 +138,16 @@ class ValkeySource(Source):
         with self.asking():
             if not self.client.exists(stream):
                 return False
-            groups = {group["name"]: group for group in self.client.xinfo_groups(stream)}
-            ours = groups.get(self.group.encode(), {"pending": 0, "last-delivered-id": b"0-0"})
+            ours = self._group(stream) or {"pending": 0, "last-delivered-id": _FIRST}
             behind = "(" + ours["last-delivered-id"].decode()
             return bool(ours["pending"] or self.client.xrange(stream, min=behind, count=1))
+
+    def standing(self, number: int, partitions: int) -> Progress | None:
+        """Up to the last entry that the group was given; a stream that only now gets its number may have one."""
+        with self.asking():
+            ours = self._group(stream_of(self.stream, number, partitions))
+        given = _ZERO if ours is None else _position(ours["last-delivered-id"])
+        return None if given == _ZERO else Progress(given, since=given)
 
     def gone(self, stream: str, problem: str) -> PositionGone:
         """Entries are lost that nobody was given: only an operator can decide to go on."""
@@ -171,19 +184,103 @@ class ValkeySource(Source):
 class ValkeyPartition(SourcePartition):
     """One stream of a group, in the hands of one of its consumers."""
 
-    def __init__(self, source: ValkeySource, stream: str, owner: str) -> None:
+    def __init__(
+        self, source: ValkeySource, stream: str, owner: str, group: Mapping[str, Any], progress: Progress
+    ) -> None:
         self._source = source
+        self._fresh = not group.get("consumers")  # no consumer has read yet: the group begins where it was put
+        self._given: Position | None = _position(group.get("last-delivered-id", _FIRST))  # the last that the group was
         self._stream, self._owner = stream, owner
         self._client = source.client
         self._read = self._client.register_script(_READ)
         self._keys = [stream, source.owner_key(stream)] if source.takes_all else [stream]
         self._hold = self._client.register_script(_HOLD)
+        self._claim = self._client.register_script(_CLAIM)
         self._held: dict[Position, None] = {}  # handed out and not acknowledged
         self._early: deque[Entry] = deque()  # ours, and not handed out yet
+        self._lost: dict[Position, None] = {}  # pending, and gone from the stream
         self._size = 0  # bytes of an entry, as the last read showed them
         self._closed = False
         self._swept_at = self._held_at = clock.monotonic()
         self._sweep = self._recovered()
+        self._since = self.trusted(progress).since
+
+    # --- the checkpoint -----------------------------------------------------------------------------------------------
+
+    def trusted(self, progress: Progress) -> Progress:
+        """With one reader at a time, what the checkpoint says of entries above `since`; else nothing of it.
+
+        A checkpoint without `since` was written by an older version or with `takeover=idle`: its mark may lie above
+        entries that others held. So the proof begins with what is given from now on. Where there is no checkpoint at
+        all, it begins with the stream; a group that was never read begins where an operator has put it.
+        """
+        given = self._given or _ZERO
+        if not self._source.takes_all:
+            return Progress(progress.low, progress.done)
+        if self._fresh:  # also one that was made anew, whose stream may be another of the same name
+            return Progress(since=given)
+        if progress.since is None:
+            nothing = progress.low is None and not progress.done
+            return Progress(progress.low, progress.done, _ZERO if nothing else given)
+        if progress.low is not None and progress.low > given:  # set back; or the server has lost the end of the stream
+            with self._source.asking():
+                last = _position(self._client.xinfo_stream(self._stream)["last-generated-id"])
+            done = frozenset(position for position in progress.done if position <= last)
+            return Progress(min(progress.low, last), done, progress.since)
+        return progress
+
+    def behind(self, progress: Progress, known: Known) -> Behind | None:
+        """With one reader: entries that the group has as done, and that neither the checkpoint nor the inbox has.
+
+        Only ids leave the server, from the mark of the checkpoint up to the last entry that the group was given: none
+        if all is well. Of what was deleted meanwhile only that last id tells. A group that was set back lies below the
+        mark. An entry that is not covered is read, and the inbox asked, until the first that it does not know.
+        """
+        given, low = self._given or _ZERO, max(self._since or _ZERO, progress.low or _ZERO)
+        if self._since is None or given <= low:
+            return None
+        events, first, last = 0, given, given
+        with self._source.asking():
+            for page in self._uncovered(low, given, progress):
+                if found := page if events else self._unknown(page, known):
+                    first, last = (first if events else found[0]), found[-1]
+                    events += len(found)
+            if not events and self._accounted(given, progress):
+                return None
+        return Behind(
+            events=max(1, events),
+            remembered=last,
+            where=f"entries {_id(first)} to {_id(last)} of {self._stream}",
+            replay=f"`XGROUP SETID {self._stream} {self._source.group} {_id(low)}` reads those that are still there",
+        )
+
+    def _uncovered(self, low: Position, high: Position, progress: Progress) -> Iterator[list[Position]]:
+        """The entries above `low`, up to `high`, that are neither pending nor done as far as the checkpoint says."""
+        look = self._client.register_script(_BEHIND)
+        count, start = COUNT_FIRST, f"({_id(low)}"
+        while True:
+            last, number, size, done = look([self._stream], [self._source.group, start, _id(high), count])
+            if last is None:
+                return
+            yield [position for position in map(_position, done) if not progress.covers(position)]
+            count, start = min(PAGE, max(1, LOOK_BYTES * number // max(1, size))), f"({last.decode()}"
+
+    def _unknown(self, page: Sequence[Position], known: Known) -> Sequence[Position]:
+        """Those of a page whose events the inbox does not have; read, and not handed out."""
+        if not page:
+            return page
+        entries = self._client.xrange(self._stream, _id(page[0]), _id(page[-1]), count=PAGE)
+        have = set(known([self._message(*entry) for entry in entries if _position(entry[0]) in set(page)]))
+        return [position for position in page if position not in have]
+
+    def _accounted(self, position: Position, progress: Progress) -> bool:
+        """Whether it is covered, or pending, or was looked at because it is still there."""
+        entry = _id(position)
+        return (
+            progress.covers(position)
+            or bool(self._client.xpending_range(self._stream, self._source.group, entry, entry, 1))
+            or bool(self._client.xrange(self._stream, entry, entry))
+        )
 
     # --- what others were given ---------------------------------------------------------------------------------------
 
@@ -203,7 +300,8 @@ class ValkeyPartition(SourcePartition):
         """What a former life of this very consumer was given."""
         cursor: Any = _FIRST
         while page := self._own_page(cursor):
-            yield self._present(page)
+            self._miss(entry for entry, fields in page if not fields)
+            yield [entry for entry in page if entry[1]]
             cursor = page[-1][0]
 
     def _own_page(self, cursor: Any) -> list[Entry]:
@@ -212,39 +310,42 @@ class ValkeyPartition(SourcePartition):
 
     def _claimed(self, idle_ms: int) -> Iterator[list[Entry]]:
         """What has been idle for so long, whoever holds it, page by page (EO-10)."""
-        cursor: Any = _FIRST
-        while cursor is not None:
-            following, entries, *deleted = self._client.xautoclaim(
-                self._stream, self._source.group, self._owner, idle_ms, cursor, count=PENDING_PAGE
+        start = "-"
+        while True:
+            last, entries, deleted = self._claim(
+                self._keys, [self._source.group, self._owner, idle_ms, start, PAGE, PENDING_PAGE, LOOK_BYTES]
             )
-            self._warn(deleted[0] if deleted else ())
-            yield self._present(entries)
-            cursor = None if following == _FIRST else following
+            if last is None:
+                return
+            self._miss(deleted)
+            yield _entries(entries)
+            start = f"({last.decode()}"
 
     def _pending(self) -> list[Entry]:
         """The next page of a sweep, without what this object has handed out; none when the sweep is over."""
-        for page in self._sweep:
+        while len(self._lost) < PAGE and (page := next(self._sweep, None)) is not None:
             known = self._held.keys() | {_position(entry) for entry, _ in self._early}
             if found := [entry for entry in page if _position(entry[0]) not in known]:
                 return found
         return []
 
-    def _present(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Those that the stream still has; the others cannot be handed out any more, and are acknowledged."""
-        entries = list(entries)
-        deleted = [entry for entry, fields in entries if not fields]
-        if deleted:
-            self._client.xack(self._stream, self._source.group, *deleted)
-            self._warn(deleted)
-        return [entry for entry in entries if entry[1]]
+    def _miss(self, deleted: Iterable[bytes]) -> None:
+        """Note pending entries that the stream no longer has, unless this object has handed them out before that."""
+        known = self._held.keys() | {_position(entry) for entry, _ in self._early}
+        self._lost.update((position, None) for position in map(_position, deleted) if position not in known)
 
-    def _warn(self, deleted: Sequence[bytes]) -> None:
-        if deleted:
-            log.error(
-                "%s: %s: %d entries were deleted before they were acknowledged, the first %s: unless they were "
-                "processed, they are lost; keep more of the stream (maxlen)",
-                *(self._source.shown, self._stream, len(deleted), deleted[0].decode()),
-            )
+    def lost(self) -> Sequence[Message]:
+        """Pending entries that were trimmed or deleted. Until they are acknowledged they count as handed out."""
+        found = tuple(self._missing(position) for position in self._lost)
+        self._held.update(self._lost)
+        self._lost.clear()
+        return found
+
+    def _missing(self, position: Position) -> Message:
+        """Its id begins with the time of the entry, as those of other events, and is the same each time."""
+        chance = uuid5(NAMESPACE_OID, f"oncebox/lost/valkey/{self._stream}/{_id(position)}").int % (1 << 76)
+        event_id = UUID(int=position[0] % (1 << 48) << 80 | 7 << 76 | chance)
+        return Message(position, Event(event_id, self._stream, b"", time_from(position[0])))
 
     # --- poll ---------------------------------------------------------------------------------------------------------
 
@@ -254,9 +355,11 @@ class ValkeyPartition(SourcePartition):
             try:
                 self._look_after()
                 if not self._early:
-                    self._early.extend(self._pending() or self._new(limit, bytes_max, timeout.total_seconds()))
-            except _BROKEN:
-                self._sweep = self._recovered()  # an answer may be lost that held entries for us
+                    self._early.extend(self._pending())
+                if not self._early and len(self._lost) < PAGE:  # the sweep is over
+                    self._early.extend(self._new(limit, bytes_max, timeout.total_seconds()))
+            except _BROKEN:  # an answer may be lost that held entries for us
+                self._sweep, self._given = self._recovered(), None
                 raise
         found: list[Message] = []
         size = 0
@@ -264,7 +367,9 @@ class ValkeyPartition(SourcePartition):
             size += _size(self._early[0])
             if found and size > bytes_max:
                 break
-            found.append(self._message(*self._early.popleft()))
+            message = self._message(*self._early.popleft())
+            self._held[message.position] = None
+            found.append(message)
         return found
 
     def _look_after(self) -> None:
@@ -289,17 +394,24 @@ class ValkeyPartition(SourcePartition):
         return entries
 
     def _ask(self, count: int) -> tuple[bytes, list[Entry]]:
-        first, *rest = self._read(keys=self._keys, args=[self._source.group, self._owner, count])
+        known = _id(self._given) if self._given and self._source.takes_all else ""
+        first, *rest = self._read(keys=self._keys, args=[self._source.group, self._owner, count, known])
         if first == -1:
             raise self._source.gone(
                 self._stream, f"{rest[1]:,} entries were trimmed before they were read, up to {rest[0].decode()}"
             )
-        return first, [(entry, dict(zip(fields[::2], fields[1::2], strict=True))) for entry, fields in rest[0]]
+        if first == -2:  # opened again, what others were given comes first, and what was skipped is noticed
+            raise SourceUnavailable(
+                f"{self._source.shown}: {self._stream}: another client has moved the group {self._source.group} from "
+                f"{known} to {rest[0].decode()}; the partition is opened again"
+            )
+        entries = _entries(rest[0])
+        self._given = _position(entries[-1][0] if entries else first)
+        return first, entries
 
     def _message(self, entry: bytes, fields: dict[bytes, bytes]) -> Message:
         position = _position(entry)
         event, replays = event_from(fields, time_from(position[0]), stranger=partial(self._stranger, entry))
-        self._held[position] = None
         return Message(position, event, replays)
 
     def _stranger(self, entry: bytes) -> tuple[UUID, str]:
@@ -350,6 +462,10 @@ def _position(entry: bytes) -> Position:
 
 def _id(position: Position) -> str:
     return f"{position[0]}-{position[1]}"
+
+
+def _entries(answer: Iterable[Any]) -> list[Entry]:
+    return [(entry, dict(zip(fields[::2], fields[1::2], strict=True))) for entry, fields in answer]
 
 
 def _size(entry: Entry) -> int:

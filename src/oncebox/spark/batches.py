@@ -23,6 +23,7 @@ from .. import clock
 from ..clock import uuid7
 from ..errors import InvalidSetting, OnceboxError
 from ..event import BYTES_TYPE, NOTHING, Event
+from ..processor import unhandled
 from ..processor.app import Processor, load
 from ..processor.engine import Engine
 from ..processor.records import identity
@@ -32,12 +33,13 @@ from ..sources.base import Message, Position, SourcePartition
 from ..states.base import PARTITIONS_MAX, Space, StatePartition, Write, check_name
 from ..wiring import anchored, open_state, open_store
 from .processing import check_place
+from .reports import spark_schema
 from .session import master_of
 
 log = logging.getLogger(__name__)
 
 PARTITIONS = 8
-PAUSE = 0.01  # seconds between looks for an event whose retry is not due
+PAUSE_MIN, PAUSE_MAX = 0.01, 1.0  # seconds between two looks while no event is due; requests are looked for as often
 NEEDED = ("event_id", "event_type", "payload")
 OPTIONAL = {
     "ordering_key": "string",
@@ -48,7 +50,8 @@ OPTIONAL = {
     "replays": "int",
 }
 PARTITION = "__oncebox_partition"
-DONE = pa.schema([(name, pa.int64()) for name in ("partition", "handled", "skipped", "dead")])
+COUNTED = ("handled", "skipped", "dead")
+DONE = pa.schema([*((name, pa.int64()) for name in ("partition", *COUNTED)), ("unhandled", pa.string())])
 NOTHING_DONE = timedelta(0)
 
 
@@ -111,12 +114,16 @@ class OnBatch:
         if asked := self._asked():
             numbers = frame.sparkSession.createDataFrame([(number,) for number in asked], f"{PARTITION} int")
             done += self._collect(numbers, run_requests, batch_id)
-        handled, skipped, dead = (sum(row[part] for row in done) for part in ("handled", "skipped", "dead"))
-        log.info("%s: batch %d: handled %d, skipped %d, dead %d", self.processor, batch_id, handled, skipped, dead)
+        handled, skipped, dead = (sum(row[part] for row in done) for part in COUNTED)
+        types = unhandled.merged(json.loads(row["unhandled"]) for row in done)
+        without = f", without a handler {unhandled.listed(types)}" if types else ""
+        log.info(
+            "%s: batch %d: handled %d, skipped %d, dead %d%s", self.processor, batch_id, handled, skipped, dead, without
+        )
 
     def _collect(self, rows: Any, work: Callable[..., Iterator[pa.RecordBatch]], batch_id: int) -> list[Any]:
         """Let tasks run over the rows; what each partition had done."""
-        found: list[Any] = rows.mapInArrow(partial(work, self.job, batch_id), _spark_schema(DONE)).collect()
+        found: list[Any] = rows.mapInArrow(partial(work, self.job, batch_id), spark_schema(DONE)).collect()
         return found
 
     def _asked(self) -> list[int]:
@@ -166,10 +173,6 @@ def _columns(frame: Any, order_by: Sequence[str]) -> dict[str, Any]:
     return found | {one: f.col(one).cast(kind) for one, kind in OPTIONAL.items() if one in types}
 
 
-def _spark_schema(schema: pa.Schema) -> str:
-    return ", ".join(f"`{one.name}` bigint" for one in schema)
-
-
 # --- on an executor -----------------------------------------------------------------------------------------------
 
 
@@ -192,30 +195,66 @@ def run_requests(job: Job, batch_id: int, batches: Iterable[pa.RecordBatch]) -> 
             yield _told(desk.carry_out(number, batch_id))
 
 
-def _told(done: Mapping[str, int]) -> pa.RecordBatch:
+def _told(done: Mapping[str, int | str]) -> pa.RecordBatch:
     return pa.RecordBatch.from_pydict({name: [value] for name, value in done.items()}, schema=DONE)
 
 
 def _in_rows(batch: pa.RecordBatch) -> Iterator[tuple[int, Message]]:
-    columns = {name: batch.column(name).to_pylist() for name in batch.schema.names}
+    faults: dict[int, list[str]] = {}
+    columns = {name: _values(batch.column(name), name, faults) for name in batch.schema.names}
     now = clock.now()
     absent = [None] * batch.num_rows
     parts = zip(
         *(columns[one] for one in (PARTITION, *NEEDED)), *(columns.get(one, absent) for one in OPTIONAL), strict=True
     )
-    for number, event_id, event_type, payload, key, partition_key, kind, headers, created_at, replays in parts:
+    for place, row in enumerate(parts):
+        number, event_id, event_type, payload, key, partition_key, kind, headers, created_at, replays = row
         if event_id is None or event_type is None:
             raise InvalidSetting(
                 "a row has no event_id, or no event_type: without an id a duplicate is not known; add one"
             )
+        wrong = faults.get(place, [])
+        if replays is not None and replays < 0:
+            wrong = [*wrong, f"replays is {replays}; give 0 or more"]
         born = now if created_at is None else created_at.astimezone(UTC)
         told = dict(headers) if headers else NOTHING
-        event = Event(id_of(event_id), event_type, payload or b"", born, kind or BYTES_TYPE, key, partition_key, told)
-        yield number, Message((), event, replays or 0)
+        known_by = id_of(event_id, readable=not any(one.startswith("event_id ") for one in wrong))
+        event = Event(known_by, event_type, payload or b"", born, kind or BYTES_TYPE, key, partition_key, told)
+        fault = f"this row is no event: {'; '.join(wrong)}" if wrong else None
+        yield number, Message((), event, (replays or 0) % (1 << 32), None, fault)
 
 
-def id_of(text: str) -> UUID:
+def _values(column: pa.Array, name: str, faults: dict[int, list[str]]) -> list[Any]:
+    """All values of a column; one that Python cannot have is shown as well as can be, and its row has a fault."""
+    try:
+        return column.to_pylist()  # type: ignore[no-any-return]
+    except (ValueError, OverflowError):  # a UnicodeDecodeError is a ValueError
+        return [_value(scalar, name, faults.setdefault(place, [])) for place, scalar in enumerate(column)]
+
+
+def _value(scalar: pa.Scalar, name: str, wrong: list[str]) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        wrong.append(f"{name} is not UTF-8")
+        return _shown(scalar)
+    except (ValueError, OverflowError) as error:
+        wrong.append(f"{name} can't be read: {error}")
+        return None
+
+
+def _shown(scalar: pa.Scalar) -> Any:
+    """Text that is not UTF-8, with the bytes that are wrong as \\xNN; also within the headers."""
+    if pa.types.is_map(scalar.type):
+        return [(_shown(pair["key"]), _shown(pair["value"])) for pair in scalar.values]
+    found = scalar.as_buffer() if scalar.is_valid else None
+    return None if found is None else found.to_pybytes().decode(errors="backslashreplace")
+
+
+def id_of(text: str, *, readable: bool = True) -> UUID:
     """An id that is a UUID, as it is; of any other, one that is made of it, and always the same."""
+    if not readable:  # a readable one may look the same
+        return uuid5(NAMESPACE_OID, f"oncebox/unreadable row/{text}")
     try:
         return UUID(text)
     except ValueError:
@@ -278,19 +317,19 @@ class Desk:
         self._key = f"\0batch/{job.name}".encode()
         self._encode = Encoder().payload
 
-    def run(self, number: int, batch_id: int, messages: Iterator[Message]) -> dict[str, int]:
+    def run(self, number: int, batch_id: int, messages: Iterator[Message]) -> dict[str, int | str]:
         """All rows of one partition, to their end; how many of them there were."""
         with self._own(number, batch_id) as state:
             messages, seen = self._known(state, batch_id, messages)
             if seen is not None:
-                return {"partition": number, "handled": 0, "skipped": seen, "dead": 0}
+                return {"partition": number, "handled": 0, "skipped": seen, "dead": 0, "unhandled": "{}"}
             rows = BatchPartition(batch_id, messages)
             done = self._finish(state, rows)
             record = json.dumps([batch_id, *rows.sum]).encode()
             state.commit([Write(Space.CHECKPOINTS, self._key, record)])
         return {"partition": number, **done}
 
-    def carry_out(self, number: int, batch_id: int) -> dict[str, int]:
+    def carry_out(self, number: int, batch_id: int) -> dict[str, int | str]:
         """What operators asked of a partition; what its last batch was stays known."""
         with self._own(number, batch_id) as state:
             return {"partition": number, **self._finish(state, BatchPartition(batch_id, iter(())))}
@@ -315,7 +354,7 @@ class Desk:
             total = total.add(message)
         return iter(kept), len(kept) if [batch_id, *total] == json.loads(record) else None
 
-    def _finish(self, state: StatePartition, rows: BatchPartition) -> Mapping[str, int]:
+    def _finish(self, state: StatePartition, rows: BatchPartition) -> Mapping[str, int | str]:
         engine = Engine(
             self._app,
             rows,
@@ -325,15 +364,15 @@ class Desk:
             encode=self._encode,
             outbox=self._outbox,
         )
-        counts = {"handled": 0, "skipped": 0, "dead": 0}
+        counts = dict.fromkeys(COUNTED, 0)
         try:
             while True:
                 done = engine.step(wait=NOTHING_DONE)
                 for part in counts:
                     counts[part] += getattr(done, part)
                 if done.idle and rows.exhausted and not engine.waiting:
-                    return counts
+                    return {**counts, "unhandled": json.dumps(engine.unhandled)}
                 if done.idle:
-                    clock.sleep(PAUSE)
+                    clock.sleep(min(PAUSE_MAX, max(PAUSE_MIN, engine.due_in or 0.0)))
         finally:
             engine.close()

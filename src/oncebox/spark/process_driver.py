@@ -6,7 +6,9 @@ import shutil
 import sys
 import tempfile
 import threading
-from contextlib import closing
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,28 +17,28 @@ from typing import Any, Self
 from pyspark.sql import SparkSession
 from pyspark.sql.functions import sum as total
 
-from .. import clock
-from ..errors import InvalidSetting, OnceboxError
-from ..processor.app import Processor, load
+from .. import clock, logs
+from ..errors import InvalidSetting, StateInUse, StateUnavailable
+from ..outage import outlast
+from ..processor.app import load
+from ..processor.unhandled import merged
 from ..stores.base import hidden_password
-from ..wiring import anchored, open_source, open_store
-from .driver import LOOK, SHIFT_MAX, SHIFT_MIN, Line, spark_schema
-from .processing import Work, check_place, run_work
+from ..wiring import anchored, open_source, open_state, open_store
+from .driver import JOIN_MAX, LOOK, SHIFT_MAX, SHIFT_MIN
+from .jvm import JvmGone, jvm_watched
+from .leadership import Leadership
+from .line import Line
+from .processing import PASSING, Work, check_place, run_work
+from .reports import Report, observed, spark_schema
 from .session import is_local, master_of
 from .shifts import COUNTS
-from .tickets import FORMAT, TicketSource
+from .tickets import own_format
 
 log = logging.getLogger(__name__)
 
 SHIFT = timedelta(minutes=1)  # between two of them nobody works on a task's partitions
 SHIFT_APART = timedelta(seconds=10)  # where the tasks are elsewhere, and are told to stop between two shifts only
-FATAL = (  # no retry helps
-    *("PartitionsChanged", "PositionGone", "NoOutbox", "InvalidSetting", "StateError", "TransactionEnded", "UnknownS"),
-)
-
-
-class Stopped(OnceboxError):
-    """The processor met what no retry can mend; the message says what, and what to do."""
+RESTART_MAX = 10.0  # seconds until a query that failed is started again
 
 
 def process(
@@ -49,14 +51,27 @@ def process(
     tasks: int = 2,
     shift: timedelta | None = None,
     drain: bool = False,
+    drain_wait: timedelta = timedelta(seconds=30),
+    gives_up: Callable[[], bool] = lambda: True,
 ) -> "SparkProcessor":
     """Start the processor that `module:name` names on this session; return a handle on its query.
 
-    Everything is opened here once, so that what is wrong is said at once. A `shift` lasts a minute, or 10 seconds where
-    the tasks are on other machines.
+    Everything is opened here once, so that what is wrong is said at once. What does not answer is asked until
+    `gives_up` is true; so is a processor that another run leads: then it is `StateInUse`. A `shift` lasts a minute, or
+    10 seconds where the tasks are on other machines.
     """
-    running = SparkProcessor(spark, app, source=source, state=state, emit=emit, tasks=tasks, shift=shift, drain=drain)
-    running.start()
+    running = SparkProcessor(
+        spark,
+        app,
+        source=source,
+        state=state,
+        emit=emit,
+        tasks=tasks,
+        shift=shift,
+        drain=drain,
+        drain_wait=drain_wait,
+    )
+    running.start(gives_up)
     return running
 
 
@@ -74,6 +89,7 @@ class SparkProcessor:
         tasks: int,
         shift: timedelta | None,
         drain: bool,
+        drain_wait: timedelta,
     ) -> None:
         self._spark = spark
         self._master = master_of(spark)
@@ -81,6 +97,12 @@ class SparkProcessor:
         shift = shift or (SHIFT if here else SHIFT_APART)
         if not SHIFT_MIN <= shift <= SHIFT_MAX:
             raise InvalidSetting(f"a shift of {shift}; give {SHIFT_MIN} to {SHIFT_MAX}")
+        if drain_wait < timedelta(0):
+            raise InvalidSetting(f"drain_wait is {drain_wait}; give 0s or more")
+        self._app = load(app)
+        self._leadership = Leadership(partial(open_state, anchored(state)), self._app.name)
+        self._stop_renewing = threading.Event()
+        self._renewing: threading.Thread | None = None
         self._temporary = Path(tempfile.mkdtemp(prefix="oncebox-process-"))
         self._work = Work(
             app=app,
@@ -90,9 +112,16 @@ class SparkProcessor:
             tasks=tasks,
             length=shift,
             drain=drain,
+            drain_wait=drain_wait,
+            leader=self._leadership.me,
             stop=str(self._stop_file) if here else None,
+            logging=logs.travelling(),
         )
-        self._line = Line(self, 0)
+        self._line = Line(self, 0, RESTART_MAX)
+        self._shifts_seen = 0
+        self.unhandled: dict[str, int] = {}  # events of types without a handler, by type, as finished shifts have told
+        self._progress_at = clock.monotonic()
+        self.left: Mapping[str, int] | None = None  # of a drain, once it has ended: what is not done, by reason
 
     def __enter__(self) -> Self:
         return self
@@ -106,39 +135,97 @@ class SparkProcessor:
 
     @property
     def handled(self) -> int:
-        """Events handled so far, as far as finished shifts have told."""
-        return self._line.published
+        """Events handled so far, as far as finished shifts have told: dead letters too, but none without a handler."""
+        return self._line.published - (0 if self._app.unhandled == "dead" else sum(self.unhandled.values()))
 
-    def start(self) -> None:
-        """Look at everything once, then start the query."""
-        app = self._check()
-        self._spark.dataSource.register(TicketSource)
-        self._line.start()
-        log.info("processor %s reads %s", app.name, hidden_password(self._work.source))
+    def start(self, gives_up: Callable[[], bool] = lambda: True) -> None:
+        """Look at everything once, take the lead, then start the query.
 
-    def _check(self) -> Processor:
+        A drain waits for `drain_wait` while another run leads; then all partitions are left, held by that run.
+        """
+        who = f"processor {self._app.name}"
+        try:
+            partitions = outlast(self._check, errors=PASSING, who=who, ends=gives_up)
+            if not outlast(partial(self._leads, gives_up), errors=StateUnavailable, who=who, ends=gives_up):
+                self.left = {"held": partitions}
+                return
+            with jvm_watched():
+                self._format = own_format(self._spark)
+                self._line.start()
+        except BaseException:
+            self.stop()
+            raise
+        log.info("%s reads %s", who, hidden_password(self._work.source))
+
+    def _check(self) -> int:
+        """Open everything once; the number of partitions."""
         work = self._work
-        app = load(work.app)
-        with closing(open_source(work.source, consumer=app.name)) as source:
-            source.partitions()
+        with closing(open_source(work.source, consumer=self._app.name)) as source:
+            partitions = source.partitions()
         check_place(work.state, self._master)
         if work.emit:
             open_store(work.emit).close()
-        return app
+        return partitions
+
+    def _leads(self, gives_up: Callable[[], bool]) -> bool:
+        """Whether this run leads now; `StateInUse` if another one does, and this is no drain."""
+        ends = clock.monotonic() + self._work.drain_wait.total_seconds()
+        drain = self._work.drain
+        try:
+            self._leadership.take(lambda: clock.monotonic() >= ends if drain else gives_up())
+        except StateInUse as error:
+            if not drain:
+                raise
+            log.warning("%s", error)
+            return False
+        self._renewing = threading.Thread(
+            target=self._leadership.run, args=(self._stop_renewing,), name="leadership", daemon=True
+        )
+        self._renewing.start()
+        return True
 
     def run(self, stop: threading.Event) -> None:
-        """Supervise until told to stop or, draining, until nothing is left; then shut down."""
+        """Supervise until told to stop or, draining, until nothing is left; then shut down.
+
+        Raises `JvmGone` if Spark dies, and `Stopped` if a task met what no retry can fix.
+        """
         try:
-            while not stop.wait(LOOK) and not (self._work.drain and self._line.found_nothing):
-                self._line.supervise()
-                self._give_up_if_fatal()
+            with jvm_watched():
+                while self.left is None and not stop.wait(LOOK):
+                    self._line.supervise()
+                    if self._leadership.lost:
+                        self._stand_by(stop)
+                    if self._work.drain:
+                        self.left = self._drained()
         finally:
             self.stop()
 
-    def _give_up_if_fatal(self) -> None:
-        query = self._line.query
-        if query is not None and not query.isActive and any(name in self._line.why() for name in FATAL):
-            raise Stopped(self._line.why())
+    def note_reports(self, reports: Sequence[Report]) -> None:
+        """What the tasks of a shift told."""
+        self.unhandled = merged([self.unhandled, *(report.unhandled for report in reports)])
+
+    def _stand_by(self, stop: threading.Event) -> None:
+        """Another run leads: this one was silent for too long. Let the tasks end, and wait until it may lead again."""
+        self._stop_file.touch()
+        with suppress(StateInUse):  # told to stop
+            take = partial(self._leadership.take, stop.is_set)
+            outlast(take, errors=StateUnavailable, who=f"processor {self._app.name}", ends=stop.is_set)
+            self._stop_file.unlink(missing_ok=True)
+
+    def _drained(self) -> Mapping[str, int] | None:
+        """What is left, by reason, after a shift that did nothing; None while something may still move."""
+        line = self._line
+        if line.shifts == self._shifts_seen:
+            return None
+        self._shifts_seen = line.shifts
+        if not line.found_nothing:
+            self._progress_at = clock.monotonic()
+            return None
+        left: Counter[str] = Counter()
+        for report in line.reports:
+            left.update(report.left)
+        waited = clock.monotonic() - self._progress_at >= self._work.drain_wait.total_seconds()
+        return +left if waited or not +left else None
 
     def stop(self) -> None:
         """Let the tasks finish their batches and give their partitions back; then end the query. Safe to repeat.
@@ -149,17 +236,22 @@ class SparkProcessor:
             return
         self._stop_file.touch()
         ends = clock.monotonic() + 2 * self._work.length.total_seconds() + 30
-        while self._line.works and clock.monotonic() < ends:
-            clock.sleep(LOOK / 4)
-        self._line.stop()
+        with suppress(JvmGone), jvm_watched():
+            while self._line.works and clock.monotonic() < ends:
+                clock.sleep(LOOK / 4)
+            self._line.stop()
+        self._stop_renewing.set()
+        if self._renewing is not None:
+            self._renewing.join(timeout=JOIN_MAX)
+        self._leadership.end()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def line_writer(self, number: int) -> Any:
         """The query: tickets, and what each task did with its own."""
         options = {"tasks": str(self._work.tasks), "stop": str(self._stop_file)}
-        tickets = self._spark.readStream.format(FORMAT).options(**options).load()
+        tickets = self._spark.readStream.format(self._format).options(**options).load()
         rows = tickets.mapInArrow(partial(run_work, self._work), spark_schema(COUNTS))
-        counted = rows.observe("shift", total("published").alias("published"))
+        counted = observed(rows, total("published"))
         return counted.writeStream.format("noop").option("checkpointLocation", f"{self._temporary}/query-{number}")
 
 

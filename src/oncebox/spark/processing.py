@@ -1,33 +1,46 @@
 """The processor on Spark: one task of a shift owns some partitions, and hands out how much it did."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from .. import clock
+from .. import clock, logs
 from ..clock import uuid7
-from ..errors import Fenced, InvalidSetting, SourceUnavailable, StateInUse, StateUnavailable, StoreUnavailable
+from ..errors import (
+    Fenced,
+    InvalidSetting,
+    OnceboxError,
+    SourceUnavailable,
+    StateInUse,
+    StateUnavailable,
+    StoreUnavailable,
+)
+from ..outage import outlast
 from ..processor.app import load
 from ..processor.engine import AtStep, Engine, Round
-from ..processor.records import progress_from
+from ..processor.opening import open_engine
+from ..processor.unhandled import merged
 from ..producer.payload import Encoder
 from ..sources.base import Source
-from ..states.base import Space, StateStore
+from ..states.base import StateStore
 from ..stores.base import OutboxStore, hidden_password
 from ..wiring import open_source, open_state, open_store
 from .collecting import rare_collections
+from .reports import Failure, Report, TaskEnded
 from .session import is_local
-from .shifts import COUNTS, Ticket
+from .shifts import COUNTS, Ticket, counts
 
 log = logging.getLogger(__name__)
 
-PAUSE = 0.5  # seconds until a partition that could not be had is asked for again
+PAUSE, PAUSE_MAX = 0.5, 10.0  # seconds until a partition that met an error is opened again; they double
 WAIT = timedelta(milliseconds=50)  # for new messages of one partition, while others may have some
 PASSING = (Fenced, StateInUse, StateUnavailable, SourceUnavailable, StoreUnavailable)  # a next try may go well
 
@@ -43,12 +56,20 @@ class Work:
     tasks: int
     length: timedelta
     drain: bool
+    drain_wait: timedelta = timedelta(seconds=30)  # without progress, for what is not due or held by others
+    leader: str | None = None  # the run that these tasks belong to
     stop: str | None = None  # the file that tells to stop, where it can be seen; else a shift comes to its end
+    logging: logs.LogSettings = field(default_factory=logs.LogSettings)
 
     @property
     def stopped(self) -> bool:
         """Whether the driver has asked to stop."""
         return self.stop is not None and Path(self.stop).exists()
+
+    def end(self) -> None:
+        """Let all tasks end, where they see it."""
+        if self.stop is not None:
+            Path(self.stop).touch()
 
 
 def check_place(state: str, master: str) -> None:
@@ -62,24 +83,58 @@ def check_place(state: str, master: str) -> None:
 
 def run_work(work: Work, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """What `mapInArrow` calls: each ticket becomes a bounded run over this task's partitions."""
+    logs.configure(work.logging)
     with rare_collections():
         for batch in batches:
             for row in batch.to_pylist():
-                yield from _run(work, Ticket(**row))
+                try:
+                    yield from _run(work, Ticket(**row))
+                except TaskEnded as ended:
+                    work.end()  # the other tasks need not finish their shift
+                    yield Report(failure=ended.failure).row(COUNTS)
 
 
 def _run(work: Work, ticket: Ticket) -> Iterator[pa.RecordBatch]:
     until = clock.monotonic() + work.length.total_seconds()
     with ExitStack() as stack:
-        desk = Desk(work, ticket, stack)
+        try:
+            desk = outlast(
+                partial(_desk, work, ticket, stack),
+                errors=OnceboxError,
+                who=f"task {ticket.task} of {work.app}",
+                ends=lambda: work.stopped or clock.monotonic() >= until,
+            )
+        except OnceboxError:  # the next shift waits on
+            if work.drain:
+                yield Report(left={"failing": 1}).row(COUNTS)
+            return
+        moved_at = clock.monotonic()
+        passed_by: dict[str, int] = {}
         while clock.monotonic() < until and not work.stopped:
             done = desk.turn()
-            if done.handled or done.dead:
-                yield pa.RecordBatch.from_pydict(
-                    {"published_by": [desk.owner], "published": [done.handled + done.dead]}, schema=COUNTS
-                )
-            if work.drain and done.idle and not desk.waiting:
-                return
+            if done.finished:
+                yield counts(desk.owner, done.finished)
+            if done.unhandled_types:
+                passed_by = merged([passed_by, done.unhandled_types])
+            if not done.idle:
+                moved_at = clock.monotonic()
+            elif work.drain and (not desk.waiting or clock.monotonic() - moved_at >= work.drain_wait.total_seconds()):
+                break
+        if work.drain or passed_by:
+            yield Report(left=desk.left() if work.drain else {}, unhandled=passed_by).row(COUNTS)
+
+
+def _desk(work: Work, ticket: Ticket, stack: ExitStack) -> "Desk":
+    """A desk that the stack gives back; what an attempt that fails has opened is closed at once."""
+    try:
+        with ExitStack() as attempt:
+            desk = Desk(work, ticket, attempt)
+            stack.push(attempt.pop_all())
+    except OnceboxError as error:
+        if error.retryable:
+            raise
+        raise TaskEnded(Failure.of(error)) from error
+    return desk
 
 
 class Desk:
@@ -95,6 +150,9 @@ class Desk:
         self._partitions = self._source.partitions()
         self._mine = [number for number in range(self._partitions) if number % work.tasks == ticket.task]
         self._engines: dict[int, tuple[Engine, Any]] = {}
+        self._leader, self._drain = work.leader, work.drain
+        self._later: dict[int, tuple[float, float]] = {}  # when a partition that met an error is opened, and its pause
+        self._met: dict[int, tuple[OnceboxError, dict[str, int]]] = {}  # the error that it met, and what it had left
         self._encode = Encoder().payload
         stack.callback(self._give_back)
 
@@ -103,35 +161,78 @@ class Desk:
         """Events delivered and unfinished, or partitions that could not be had."""
         return sum(engine.waiting for engine, _ in self._engines.values()) + len(self._mine) - len(self._engines)
 
+    def left(self) -> dict[str, int]:
+        """What is not done, by reason: events, and partitions that others hold or that meet an error."""
+        left: Counter[str] = Counter()
+        for number in self._mine:
+            if number in self._engines:
+                left.update(self._left_of(number))
+            else:
+                error, known = self._met.get(number, (None, {}))
+                left["held" if isinstance(error, Fenced | StateInUse) else "failing"] += 1
+                left.update(known)
+        return dict(left)
+
+    def _left_of(self, number: int) -> dict[str, int]:
+        engine = self._engines[number][0]
+        try:
+            with suppress(InvalidSetting):  # a source that cannot say: then its last answer, nothing, counts
+                return {**engine.left(), "unread": int(self._source.unread(number, engine.progress))}
+            return engine.left()
+        except OnceboxError as error:
+            log.warning("%s: what is left of partition %d is not known: %s", self.owner, number, error)
+            return {"failing": 1}
+
     def turn(self) -> Round:
         """One step of each partition."""
         rounds = [self._step(number) for number in self._mine] or [Round()]
-        total = Round(*(sum(parts) for parts in zip(*map(_numbers, rounds), strict=True)))
-        if total.idle and len(self._engines) < len(self._mine):
-            clock.sleep(PAUSE)
+        total = Round.total(rounds)
+        if total.idle and self._later:
+            clock.sleep(min(PAUSE, max(0.0, min(at for at, _ in self._later.values()) - clock.monotonic())))
         return total
 
     def _step(self, number: int) -> Round:
-        try:
-            return self._engine(number).step(wait=WAIT)
-        except PASSING as error:
-            log.warning("%s: partition %d is left for now: %s", self.owner, number, error)
-            self._drop(number)
+        at, pause = self._later.get(number, (0.0, PAUSE))
+        if clock.monotonic() < at:
             return Round()
+        try:
+            if number not in self._engines:
+                self._check_leader()
+            done = self._engine(number).step(wait=WAIT)
+        except OnceboxError as error:
+            self._note(number, error)
+            self._drop(number)
+            if not error.retryable:
+                raise TaskEnded(Failure.of(error, number)) from error
+            log.warning("%s: partition %d is tried again in %.1f s: %s", self.owner, number, pause, error)
+            self._later[number] = clock.monotonic() + pause, min(PAUSE_MAX, 2 * pause)
+            return Round()
+        self._later.pop(number, None)
+        self._met.pop(number, None)
+        return done
+
+    def _note(self, number: int, error: OnceboxError) -> None:
+        left: dict[str, int] = {}
+        if self._drain and number in self._engines:
+            with suppress(OnceboxError):
+                left = self._engines[number][0].left()
+        self._met[number] = error, left
+
+    def _check_leader(self) -> None:
+        """A task of a run that no longer leads must not take partitions from the one that does."""
+        if self._leader is not None and self._state.leader(self._app.name) not in {None, self._leader}:
+            raise Fenced(f"another run of processor {self._app.name} leads now")
 
     def _engine(self, number: int) -> Engine:
         if number not in self._engines:
             state = self._state.own(self._app.name, number, self._partitions, owner=self.owner)
             try:
-                name = self._source.name
-                found = state.get(Space.CHECKPOINTS, [name.encode()])
-                partition = self._source.partition(number, progress_from(found.get(name.encode())), owner=self.owner)
-                engine = Engine(
+                engine = open_engine(
                     self._app,
-                    partition,
+                    self._source,
+                    number,
                     state,
-                    source_name=name,
-                    log_source=self._source.capabilities.positions,
+                    owner=self.owner,
                     encode=self._encode,
                     outbox=self._outbox,
                     at=self._at,
@@ -149,13 +250,9 @@ class Desk:
             if part is not None:
                 try:
                     part.close()
-                except PASSING as error:
+                except OnceboxError as error:
                     log.warning("%s: %s", self.owner, error)
 
     def _give_back(self) -> None:
         for number in list(self._engines):
             self._drop(number)
-
-
-def _numbers(done: Round) -> tuple[int, ...]:
-    return done.handled, done.skipped, done.failed, done.dead, done.unhandled

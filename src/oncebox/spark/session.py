@@ -1,6 +1,7 @@
 """A SparkSession with our settings, that leaves whatever is already set alone."""
 
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -15,6 +16,8 @@ from pyspark.sql import SparkSession
 
 from .archive import archive_options
 from .java import find_java
+
+log = logging.getLogger(__name__)
 
 MASTER_DEFAULT = "local[*]"
 TASK_ATTEMPTS = 4
@@ -67,8 +70,17 @@ def session(
     given = {**(conf or {}), **({} if master is None else {"spark.master": master})}
     with _interrupt_handler_kept():
         ours = _ensure_gateway(given, archive_classes=archive_classes)
-        SparkContext.getOrCreate(_configuration(given, app, ours=ours))
+        context = SparkContext.getOrCreate(_configuration(given, app, ours=ours))
+        if ours:
+            _keep_the_end_of_the_jvm_short(context)
         return SparkSession.builder.getOrCreate()
+
+
+def _keep_the_end_of_the_jvm_short(context: SparkContext) -> None:
+    """PySpark's server for accumulators prints a stack when the JVM dies; the relay names that end by itself."""
+    server = getattr(context, "_accumulatorServer", None)
+    if server is not None:
+        server.handle_error = lambda *_: log.debug("the JVM has closed the socket of the accumulators")
 
 
 def with_attempts(master: str) -> str:

@@ -2,8 +2,10 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 from uuid import UUID
 
@@ -11,8 +13,10 @@ import numpy as np
 import pyarrow as pa
 from pyspark import TaskContext
 
-from .. import clock
+from .. import clock, logs
+from ..errors import OnceboxError, StoreUnavailable
 from ..event import Event
+from ..outage import outlast
 from ..publishers.base import Publisher
 from ..relay.breaker import Breaker
 from ..relay.delivery import Batch
@@ -22,6 +26,7 @@ from ..relay.worker import Parts, RelayWorker, new_worker_id
 from ..stores.base import Receipt
 from ..wiring import open_publisher, open_store
 from .collecting import rare_collections
+from .reports import COLUMN, Failure, Report, TaskEnded, reporting
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +36,8 @@ _DIGITS = [place for place in range(ID_CHARACTERS) if place not in {8, 13, 18, 2
 Column: TypeAlias = Sequence[Any] | pa.Array
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
-COUNTS = pa.schema([("published_by", pa.string()), ("published", pa.int64())])
-RECEIPTS = pa.schema(
+COUNTS = reporting(pa.schema([("published_by", pa.string()), ("published", pa.int64())]))
+RECEIPTS_KEPT = pa.schema(
     [
         ("event_id", pa.string()),
         ("event_type", pa.string()),
@@ -47,6 +52,7 @@ RECEIPTS = pa.schema(
         ("seq", pa.int64()),
     ]
 )
+RECEIPTS = reporting(RECEIPTS_KEPT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +69,7 @@ class Shift:
     length: timedelta
     drain: bool
     receipts: bool
+    logging: logs.LogSettings = field(default_factory=logs.LogSettings)
 
     def place(self, run: str, ticket: int, task: int) -> str:
         """What names this piece of work in `claimed_by`, whoever does it and however often."""
@@ -89,29 +96,73 @@ class Ticket(NamedTuple):
 
 def run_shift(shift: Shift, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """What `mapInArrow` calls: each ticket becomes a bounded run of the relay's loop, and its receipts."""
+    logs.configure(shift.logging)
     with rare_collections():
         for batch in batches:
             for row in batch.to_pylist():
-                yield from _work(shift, Ticket(**row))
+                try:
+                    yield from _work(shift, Ticket(**row))
+                except TaskEnded as ended:
+                    yield Report(failure=ended.failure).row(RECEIPTS if shift.receipts else COUNTS)
 
 
 def _work(shift: Shift, ticket: Ticket) -> Iterator[pa.RecordBatch]:
-    parts = _parts(shift)
-    place = shift.place(ticket.run, ticket.ticket, ticket.task)
+    """A store that is away is waited for: a task that failed would make its query fail, and pause, beyond the outage.
+
+    When the shift is over before the store is back, the next one waits on. What former attempts at this ticket left
+    must not be passed over, and a drain must not end: they wait for as long as it takes.
+    """
+    place = f"{shift.settings.name}/{shift.place(ticket.run, ticket.ticket, ticket.task)}"
+    until = clock.monotonic() + shift.lasts(clock.now().timestamp())
     context = TaskContext.get()
     failed_before = context is not None and context.attemptNumber() > 0
-    if failed_before or ticket.again:
-        _free(shift, parts, f"{shift.settings.name}/{place}")
-    if failed_before or (ticket.again and shift.receipts):
-        yield from _delivered_before(shift, parts, f"{shift.settings.name}/{place}")
-    worker_id = new_worker_id(shift.settings.name, place)
-    until = clock.monotonic() + shift.lasts(clock.now().timestamp())
-    with RelayWorker(
-        parts, shift.settings, worker_id=worker_id, relay=shift.relay_id, siblings=shift.queries * shift.tasks
-    ) as worker:
+    anew = failed_before or ticket.again
+    waits = partial(
+        outlast,
+        errors=StoreUnavailable,
+        who=place,
+        ends=lambda: not (anew or shift.drain) and clock.monotonic() >= until,
+    )
+    with ExitStack() as stack:
+        try:
+            parts = waits(partial(_opened, shift, may_end=not (anew and shift.receipts)))
+            if anew:
+                waits(partial(_free, shift, parts, place))
+            if failed_before or (ticket.again and shift.receipts):
+                yield from _delivered_before(shift, parts, place)
+            worker = waits(partial(_entered, stack, shift, parts, place))
+        except StoreUnavailable:
+            return
         for batch in worker.run(until=until, drain=shift.drain):
             if batch.published:
-                yield _receipts(batch, parts.publisher) if shift.receipts else _counts(worker_id, len(batch.published))
+                number = len(batch.published)
+                yield _receipts(batch, parts.publisher) if shift.receipts else counts(worker.worker_id, number)
+
+
+def _opened(shift: Shift, *, may_end: bool) -> Parts:
+    """What a task works with. `TaskEnded` for what no retry can fix.
+
+    But a ticket that a former attempt may have worked on must not end so: the receipts of that attempt would be missing
+    for ever. Then the error is raised, and the query tries again.
+    """
+    try:
+        return _parts(shift)
+    except OnceboxError as error:
+        if error.retryable or not may_end:
+            raise
+        raise TaskEnded(Failure.of(error)) from error
+
+
+def _entered(stack: ExitStack, shift: Shift, parts: Parts, place: str) -> RelayWorker:
+    """A worker that has signed on, each time it tries under a new id: the answer to the last one may have been lost."""
+    worker = RelayWorker(
+        parts,
+        shift.settings,
+        worker_id=new_worker_id(place),
+        relay=shift.relay_id,
+        siblings=shift.queries * shift.tasks,
+    )
+    return stack.enter_context(worker)
 
 
 def _free(shift: Shift, parts: Parts, place: str) -> None:
@@ -123,11 +174,11 @@ def _free(shift: Shift, parts: Parts, place: str) -> None:
 def _delivered_before(shift: Shift, parts: Parts, place: str) -> Iterator[pa.RecordBatch]:
     """What former attempts at this ticket delivered: their rows are gone with them, though the events are PUBLISHED."""
     last: Receipt | None = None
-    while page := parts.store.receipts(place, after=last):
+    while page := outlast(partial(parts.store.receipts, place, after=last), errors=StoreUnavailable, who=place):
         if shift.receipts:
             yield _rows(zip(*[_old_row(one, parts.publisher) for one in page], strict=True))
         else:
-            yield _counts(place, len(page))
+            yield counts(place, len(page))
         last = page[-1]
 
 
@@ -144,7 +195,7 @@ def _parts(shift: Shift) -> Parts:
             store=open_store(shift.store),
             heartbeat_store=open_store(shift.store),
             publisher=open_publisher(shift.to),
-            breaker=Breaker(settings.pause_min, settings.pause_max),
+            breaker=Breaker(settings.pause_min, settings.pause_longest),
         )
     return _kept[key]
 
@@ -152,8 +203,10 @@ def _parts(shift: Shift) -> Parts:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _counts(worker_id: str, number: int) -> pa.RecordBatch:
-    return pa.RecordBatch.from_pydict({"published_by": [worker_id], "published": [number]}, schema=COUNTS)
+def counts(worker_id: str, number: int) -> pa.RecordBatch:
+    """How many events a worker has done."""
+    columns = {"published_by": [worker_id], "published": [number], COLUMN: [None]}
+    return pa.RecordBatch.from_pydict(columns, schema=COUNTS)
 
 
 def _receipts(batch: Batch, publisher: Publisher) -> pa.RecordBatch:
@@ -180,8 +233,8 @@ def _receipts(batch: Batch, publisher: Publisher) -> pa.RecordBatch:
 
 
 def _rows(columns: Iterable[Column]) -> pa.RecordBatch:
-    arrays = [_array(column, one.type) for column, one in zip(columns, RECEIPTS, strict=True)]
-    return pa.RecordBatch.from_arrays(arrays, schema=RECEIPTS)
+    arrays = [_array(column, one.type) for column, one in zip(columns, RECEIPTS_KEPT, strict=True)]
+    return pa.RecordBatch.from_arrays([*arrays, pa.nulls(len(arrays[0]), pa.string())], schema=RECEIPTS)
 
 
 def _array(values: Column, kind: pa.DataType) -> pa.Array:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pyspark.sql import SparkSession
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 
 from ..clock import uuid7
@@ -57,12 +58,7 @@ class Tickets(DataSourceStreamReader):
 
 
 class TicketSource(DataSource):
-    """`format("oncebox-tickets")`, with the options `tasks` and `stop`."""
-
-    @classmethod
-    def name(cls) -> str:
-        """The name of the format."""
-        return FORMAT
+    """A format with the options `tasks` and `stop`; each query has one of its own, see `own_format`."""
 
     def schema(self) -> str:
         """What a task learns."""
@@ -71,3 +67,21 @@ class TicketSource(DataSource):
     def streamReader(self, schema: Any) -> DataSourceStreamReader:  # noqa: ARG002, N802
         """The stream; there is no batch of tickets."""
         return Tickets(int(self.options["tasks"]), Path(self.options["stop"]))
+
+
+def own_format(spark: SparkSession) -> str:
+    """Register a source of tickets for one query, and return the name of its format.
+
+    No two queries share a source. Spark keeps one map of environment variables for each registered source, and every
+    query that starts adds to this map without a lock. Two queries that start at the same time can break the map. Then
+    no task of either query can be read again, until the session ends.
+    """
+    own = f"{FORMAT}-{uuid7().hex[-12:]}"
+
+    class OwnTicketSource(TicketSource):
+        @classmethod
+        def name(cls) -> str:
+            return own
+
+    spark.dataSource.register(OwnTicketSource)
+    return own

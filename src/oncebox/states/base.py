@@ -18,11 +18,12 @@ from itertools import groupby, repeat
 from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple, Self
 
-from ..errors import InvalidSetting, PartitionsChanged
+from ..errors import ChangeRefused, InvalidSetting, PartitionsChanged
 
 KEY_BYTES_MAX = 2_048  # what a PostgreSQL index takes, whatever the bytes
 VALUE_BYTES_MAX = 64 * 1024 * 1024
 NAME_MAX = 64
+LEADER_MAX = 1_000  # characters
 PARTITIONS_MAX = 65_536
 SWEEP_MIN, SWEEP_MAX = 64, 8_192  # entries that one commit looks at for expired ones
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -61,6 +62,7 @@ class StateCapabilities:
     shared: bool = False  # executors on several hosts may use it
     transactional_reads: bool = True  # `look` sees a whole commit or nothing of it
     lends: bool = False  # others can join the transaction of a commit, on the driver's own connection
+    leads: bool = False  # it keeps who runs a processor: see `StateStore.lead`
 
 
 class StateView(ABC):
@@ -80,6 +82,14 @@ class StateView(ABC):
     def writes(self, space: Space, *, after: bytes | None = None, limit: int = 1_000) -> list[Write]:
         """The same as `scan`, as the writes that would make these entries again, with when they expire."""
 
+    def lifetimes(self, space: Space, keys: Collection[bytes]) -> dict[bytes, datetime | None]:
+        """When each of these keys, which were there a moment ago, expires; None for never, absent if it has since.
+
+        One look for each, unless a store knows better: also that no entry of the space has ever had a time.
+        """
+        found = ((key, self.writes(space, after=before(key), limit=1)) for key in keys)
+        return {key: page[0].expires_at for key, page in found if page and page[0].key == key}
+
     @abstractmethod
     def close(self) -> None:
         """Give up the connection; safe to call twice."""
@@ -96,8 +106,12 @@ class StatePartition(StateView):
         """Write all of it, or nothing; durable when this returns (EO-01).
 
         Raises `Fenced`, and writes nothing, once another owner has taken the partition: checked in the same
-        transaction. When it raises `StateUnavailable`, nobody knows whether it was written: take the partition anew and
-        look. Of several writes to one key the last counts.
+        transaction, by epoch and owner. When it raises `StateUnavailable`, nobody knows whether it was written: take
+        the partition anew and look. Of several writes to one key the last counts.
+
+        Raises `ChangeRefused`, and writes nothing, when the store answers and refuses the content: a value that is too
+        large, a constraint that what was done on a lent connection violates. The same change is never written, and
+        another one may be, so it is neither `StateUnavailable` nor a plain `StateError`.
 
         What is done on a connection that was lent is committed with it. So is what the actions of `also` do, each
         called with the driver's connection; when one raises, nothing is written, and the error is the caller's.
@@ -115,7 +129,8 @@ class StatePartition(StateView):
     def take_back(self, *, keep: bool) -> None:
         """End the savepoint of the last `lend`: keep what was done since, or undo it.
 
-        Raises `StateError` when the transaction is gone, with all that was in it.
+        Raises `TransactionEnded` when the handler, or its length, ended the transaction, with all that was in it;
+        `StateUnavailable` when the store is gone.
         """
 
     def rollback(self) -> None:
@@ -139,6 +154,7 @@ class StateStore(ABC):
     def own(self, processor: str, partition: int, partitions: int, *, owner: str) -> StatePartition:
         """Take a partition: its epoch grows by one, durably, and whoever had it is fenced from now on.
 
+        Give each owner a name of its own: after a restore or a failover two of them can have the same epoch.
         `partitions` is fixed for a processor's life: another number is `PartitionsChanged`, which names
         `oncebox state repartition`. A local store that another living process has open is `StateInUse`.
         """
@@ -166,6 +182,22 @@ class StateStore(ABC):
                 if view.scan(Space.REQUESTS, prefix, limit=1):
                     found.append(number)
         return found
+
+    def lead(self, processor: str, leader: str, *, lasts: timedelta, instead_of: str | None = None) -> str:  # noqa: ARG002
+        """Become, or remain, the one run of a processor for so long; returns the run that leads now.
+
+        Nobody else leads until then, unless it says `instead_of` this leader: a run that is known to be dead. `leader`
+        is a text that names a run, up to `LEADER_MAX` characters. A store that knows no leaders lets everybody lead.
+        """
+        check_leader(processor, leader)
+        return leader
+
+    def leader(self, processor: str) -> str | None:  # noqa: ARG002 - for stores that know leaders
+        """The run that leads a processor now, if one does."""
+        return None
+
+    def stand_down(self, processor: str, leader: str) -> None:  # noqa: B027 - for stores that know leaders
+        """Lead no longer: another run may at once. Harmless if this one does not lead."""
 
     @abstractmethod
     def processors(self) -> Mapping[str, int]:
@@ -195,7 +227,7 @@ def written(
 
 
 def grouped(writes: Iterable[Write]) -> dict[Space, dict[bytes, Write]]:
-    """The last write to each key, by space; `InvalidSetting` for a key or a value that no store takes."""
+    """The last write to each key, by space; `ChangeRefused` for a key or a value that no store takes."""
     found: dict[Space, dict[bytes, Write]] = {}
     for space, run in groupby(writes, _SPACE):  # writes come in runs of one space: each is taken as a whole
         changes = list(run)
@@ -203,10 +235,10 @@ def grouped(writes: Iterable[Write]) -> dict[Space, dict[bytes, Write]]:
         shortest, longest = min(map(len, keys)), max(map(len, keys))
         if not 0 < shortest <= longest <= KEY_BYTES_MAX:
             wrong = longest if shortest else 0
-            raise InvalidSetting(f"a key of {wrong:,} bytes in {space}; give 1 to {KEY_BYTES_MAX:,}")
+            raise ChangeRefused(f"a key of {wrong:,} bytes in {space}; give 1 to {KEY_BYTES_MAX:,}")
         largest = max(map(len, filter(None, map(_VALUE, changes))), default=0)
         if largest > VALUE_BYTES_MAX:
-            raise InvalidSetting(f"a value of {largest:,} bytes in {space}; at most {VALUE_BYTES_MAX:,}")
+            raise ChangeRefused(f"a value of {largest:,} bytes in {space}; at most {VALUE_BYTES_MAX:,}")
         found.setdefault(space, {}).update(zip(keys, changes, strict=True))
     return found
 
@@ -216,6 +248,13 @@ def check_requests(writes: Iterable[Write]) -> None:
     for write in writes:
         if write.space is not Space.REQUESTS:
             raise InvalidSetting(f"only the owner writes {write.space}; ask in {Space.REQUESTS}")
+
+
+def check_leader(processor: str, leader: str) -> None:
+    """Refuse a leader that no store keeps."""
+    check_name(processor)
+    if not 0 < len(leader) <= LEADER_MAX:
+        raise InvalidSetting(f"the leader of {processor} has {len(leader):,} characters; give 1 to {LEADER_MAX:,}")
 
 
 def check_name(processor: str) -> None:
@@ -253,6 +292,12 @@ def end_of(prefix: bytes) -> bytes | None:
     """The first key above all that begin so; None when there is none."""
     stem = prefix.rstrip(b"\xff")
     return stem[:-1] + bytes([stem[-1] + 1]) if stem else None
+
+
+def before(key: bytes) -> bytes:
+    """The last key, of those that stores take, that lies below this one; nothing for the first."""
+    stem, last = key[:-1], key[-1]
+    return stem + bytes([last - 1]) + b"\xff" * (KEY_BYTES_MAX - len(key)) if last else stem
 
 
 class Sweep:

@@ -2,7 +2,8 @@
 
 folder/
 └─ totals/               a processor
-   ├─ partitions         its format and number of partitions, written once
+   ├─ partitions         the newest format that a partition may have, and the number of partitions
+   ├─ leader             the run that leads the processor, and until when
    ├─ 0.lock             held by the living owner of partition 0
    └─ 0.sqlite, or 0/    what the store keeps
 """
@@ -16,14 +17,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import unquote
 
 from .. import clock
-from ..errors import InvalidSetting, StateError, StateInUse, StateUnavailable
-from .base import check_name, check_partition, check_partitions, none_there
+from ..errors import Fenced, InvalidSetting, StateError, StateInUse, StateUnavailable
+from ..url import hidden_password, parse_url
+from .base import check_leader, check_name, check_partition, check_partitions, none_there
+from .formats import Formats
 
-FORMAT = 1
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -33,22 +36,23 @@ class Folder:
 
     path: Path
     kind: str
+    formats: Formats
     options: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, url: str, kind: str, known: tuple[str, ...] = ()) -> "Folder":
+    def parse(cls, url: str, kind: str, formats: Formats, known: tuple[str, ...] = ()) -> "Folder":
         """Read `kind:///relative` or `kind:////absolute`, with options if there are any."""
         forms = f"write {kind}:///relative/folder or {kind}:////absolute/folder"
         rest, _, query = url.partition("?")
         path = unquote(rest.removeprefix(f"{kind}:///"))
         if not rest.startswith(f"{kind}:///") or not path or "\0" in path or path.startswith(":memory:"):
-            raise InvalidSetting(f"{url!r} names no folder; {forms}")
-        options = dict(parse_qsl(query, keep_blank_values=True))
+            raise InvalidSetting(f"{hidden_password(url)} names no folder; {forms}")
+        options = dict(parse_url(f"{kind}:?{query}").options)
         for name in options.keys() - set(known):
             near = difflib.get_close_matches(name, known)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known) or 'none'}"
-            raise InvalidSetting(f"{url!r}: unknown option {name!r}; {hint}")
-        return cls(Path(path).absolute(), kind, options)
+            raise InvalidSetting(f"{hidden_password(url)}: unknown option {name!r}; {hint}")
+        return cls(Path(path).absolute(), kind, formats, options)
 
     def make(self) -> None:
         """Make the folder, if it is new."""
@@ -65,19 +69,23 @@ class Folder:
 
     def partitions(self, processor: str) -> int | None:
         """The number of partitions that a processor was made for; None if it never ran."""
+        noted = self._noted(processor)
+        return None if noted is None else noted[1]
+
+    def _noted(self, processor: str) -> tuple[int, int] | None:
+        """The newest format that a partition may have, and the number of partitions; None if it never ran."""
         note = self.path / processor / "partitions"
         try:
             found = json.loads(note.read_text())
-            kind, version, partitions = found["kind"], found["format"], found["partitions"]
+            kind, number, partitions = found["kind"], int(found["format"]), int(found["partitions"])
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(f"{note} can't be read: restore it from a backup ({error})") from error
         if kind != self.kind:
             raise InvalidSetting(f"{note.parent} holds {kind} state: use {kind}:///…, or another folder")
-        if version != FORMAT:
-            raise StateError(f"{note.parent} has format {version}, this version knows {FORMAT}: upgrade oncebox")
-        return int(partitions)
+        self.formats.check_known(number, note.parent)
+        return number, partitions
 
     def enter(self, processor: str, partition: int, partitions: int) -> Path:
         """The processor's folder, for its owner; made and marked with the number of partitions if it is new."""
@@ -90,6 +98,66 @@ class Folder:
         check_partitions(processor, self.partitions(processor) or 0, partitions)
         return folder
 
+    def announce(self, processor: str) -> None:
+        """Note that from now on a partition may have the newest format: versions that do not know it stay away.
+
+        Called by an owner before it upgrades its partition. So a version that looks at the note alone misreads none.
+        """
+        folder = self.path / processor
+        with translated(folder), _turn(folder / "partitions.lock"):
+            noted = self._noted(processor)
+            if noted is None or noted[0] >= self.formats.newest:
+                return
+            fresh = self._note(folder, noted[1])
+            fresh.replace(folder / "partitions")
+            sync_folder(folder)
+
+    def check_newest(self, processor: str) -> None:
+        """Refuse a processor whose owner has not upgraded it yet."""
+        noted = self._noted(processor)
+        if noted is not None:
+            self.formats.check_newest(noted[0], self.path / processor)
+
+    def lead(self, processor: str, leader: str, lasts: timedelta, instead_of: str | None) -> str:
+        """See `StateStore.lead`; by the clock of this machine, which has all runs of a local store."""
+        check_leader(processor, leader)
+        folder = self.path / processor
+        with translated(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with _turn(folder / "leader.lock"):
+                found = self._leader(folder)
+                if found not in {None, leader, instead_of}:
+                    return str(found)
+                fresh = folder / f"leader.{clock.uuid7()}"
+                document = {"leader": leader, "until": (clock.now() + lasts).timestamp()}
+                fresh.write_text(json.dumps(document))
+                fresh.replace(folder / "leader")
+        return leader
+
+    def leader(self, processor: str) -> str | None:
+        """See `StateStore.leader`."""
+        check_name(processor)
+        with translated(self.path / processor):
+            return self._leader(self.path / processor)
+
+    def stand_down(self, processor: str, leader: str) -> None:
+        """See `StateStore.stand_down`."""
+        folder = self.path / processor
+        with translated(folder):
+            if folder.exists():
+                with _turn(folder / "leader.lock"):
+                    if self._leader(folder) == leader:
+                        (folder / "leader").unlink()
+
+    def _leader(self, folder: Path) -> str | None:
+        """What the file says, unless it is over; a file that cannot be read, after a power cut, says nothing."""
+        try:
+            found = json.loads((folder / "leader").read_text())
+            leader, until = str(found["leader"]), float(found["until"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+        return leader if clock.now().timestamp() < until else None
+
     def find(self, processor: str, partition: int, suffix: str) -> Path:
         """What the store keeps of a partition; `InvalidSetting` if nothing."""
         check_name(processor)
@@ -99,13 +167,18 @@ class Folder:
 
     def _mark(self, folder: Path, partitions: int) -> None:
         """Two who come at once: the first one's number counts, whole, and for both."""
-        fresh = folder / f"partitions.{clock.uuid7()}"
-        write_synced(fresh, json.dumps({"kind": self.kind, "format": FORMAT, "partitions": partitions}).encode())
+        fresh = self._note(folder, partitions)
         with suppress(FileExistsError):
             os.link(fresh, folder / "partitions")
         fresh.unlink()
         sync_folder(folder)
         sync_folder(self.path)
+
+    def _note(self, folder: Path, partitions: int) -> Path:
+        fresh = folder / f"partitions.{clock.uuid7()}"
+        document = {"kind": self.kind, "format": self.formats.newest, "partitions": partitions}
+        write_synced(fresh, json.dumps(document).encode())
+        return fresh
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -126,6 +199,17 @@ def sync_folder(path: Path) -> None:
 
 
 @contextmanager
+def _turn(path: Path) -> Iterator[None]:
+    """Those who change the same note take turns; a dead one's turn is over."""
+    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
+
+
+@contextmanager
 def translated(place: Path) -> Iterator[None]:
     """The system's errors in our words."""
     try:
@@ -135,10 +219,15 @@ def translated(place: Path) -> Iterator[None]:
         raise StateUnavailable(f"{place}: {error.strerror or error}; {advice}") from error
 
 
+def fenced(former: int, epoch: int, owner: str) -> Fenced:
+    """What to raise when the partition has another epoch, or another owner."""
+    return Fenced(f"epoch {former} has ended: {owner} owns this partition, epoch {epoch}; nothing was written")
+
+
 class Locks:
     """The partitions that this process owns: a lock for each, which the system frees when the process is gone.
 
-    Several owners within one process share the lock; the epoch tells which of them is the last.
+    Several owners within one process share the lock; epoch and owner tell which of them is the last.
     """
 
     def __init__(self) -> None:

@@ -26,10 +26,10 @@ def check_statement(statement: str) -> None:
         raise refused(found["word"].upper())
 
 
-def ended(place: str) -> TransactionEnded:
+def ended(place: str, why: str = "") -> TransactionEnded:
     """What to raise when the transaction is gone after a handler: nothing of its batch may be committed."""
     return TransactionEnded(
-        f"{place}: the transaction of a batch has ended while a handler had its connection: by a commit, rollback or "
-        "close of its own, or because the database gave it up; nothing that came after is written. Let the handler "
-        "leave the transaction alone"
+        f"{place}: the transaction of a batch has ended while a handler had its connection: "
+        + (why or "by a commit, rollback or close of its own, or because the database gave it up")
+        + "; nothing that came after is written. Let the handler leave the transaction alone, and end soon"
     )

@@ -148,6 +148,19 @@ insert into oncebox_state.format values (%(number)s)
 -- name: own
 select * from oncebox_state.own(%(processor)s, %(number)s, %(partitions)s, %(owner)s)
 
+-- name: own_format
+select * from oncebox_state.own(%(processor)s, %(number)s, %(partitions)s, %(owner)s, %(format)s)
+
+-- name: mine
+-- A commit calls its functions for this row alone. The fence of format 1 compares epochs only, and after a restore or a
+-- failover two owners can have the same one.
+select from oncebox_state.partition where id = %b and owner = %b for no key update
+
+-- name: ask
+-- Only as long as the format is the one that the request is written in: an upgrade waits for it, or it for the upgrade.
+select oncebox_state.write_requests(%b, %b::bytea[], %b::bytea[], %b::bigint[], %b::bytea[], %b, %b)
+  from (select from oncebox_state.format where number = %b for share) known
+
 -- name: patience
 -- Of a transaction that handlers use: while it is open nobody else can take the partition.
 set local idle_in_transaction_session_timeout = '60s'
@@ -173,8 +186,36 @@ select name, partitions from oncebox_state.processor order by name
 select key, value from oncebox_state."{table}"
  where partition_id = %(id)b and key = any(%(keys)b) and (expires_at is null or expires_at > clock_timestamp())
 
+-- name: lifetimes
+select key, expires_at from oncebox_state."{table}"
+ where (expires_at is null or expires_at > clock_timestamp()) and partition_id = %(id)b and key = any(%(keys)b)
+
 -- name: scan
 select key, value, expires_at from oncebox_state."{table}"
  where partition_id = %(id)b and key >= %(first)b and (%(after)b::bytea is null or key > %(after)b)
    and (%(end)b::bytea is null or key < %(end)b) and (expires_at is null or expires_at > clock_timestamp())
  order by key limit %(limit)b
+
+-- name: knows_leaders
+select exists (select from pg_catalog.pg_tables where schemaname = 'oncebox_state' and tablename = 'leader')
+
+-- name: leaders
+-- Which run leads each processor. Former versions do not know this table, and need not.
+create table if not exists oncebox_state.leader (
+    processor text collate "C" primary key,
+    leader text not null,
+    until timestamptz not null
+) with (fillfactor = 50);
+
+-- name: lead
+insert into oncebox_state.leader as l (processor, leader, until)
+values (%(processor)s, %(leader)s, clock_timestamp() + %(lasts)s)
+on conflict (processor) do update set leader = excluded.leader, until = excluded.until
+where l.leader in (excluded.leader, %(instead_of)s::text) or l.until <= clock_timestamp()
+returning leader
+
+-- name: leader
+select leader from oncebox_state.leader where processor = %(processor)s and until > clock_timestamp()
+
+-- name: stand_down
+delete from oncebox_state.leader where processor = %(processor)s and leader = %(leader)s

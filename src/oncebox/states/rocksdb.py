@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -29,7 +30,7 @@ from rocksdict import (
 )
 
 from .. import clock
-from ..errors import Fenced, OnceboxError, StateError, StateInUse, StateUnavailable
+from ..errors import OnceboxError, StateError, StateInUse, StateUnavailable
 from .base import (
     Action,
     Space,
@@ -44,8 +45,10 @@ from .base import (
     grouped,
     micros,
 )
-from .folder import LOCKS, Folder, sync_folder, translated, write_synced
+from .folder import LOCKS, Folder, fenced, sync_folder, translated, write_synced
+from .formats import FIRST, Formats
 
+FORMATS = Formats()
 SUFFIX = ".rocksdb"
 EXPIRY_BYTES = 8  # before each value: microseconds since 1970, or 0
 MEMORY_BYTES = 64 * 1024 * 1024
@@ -55,7 +58,8 @@ FILTER_SHARE = 0.1  # of the memory for state that is not in files yet
 PART_BYTES = 16 * 1024  # of an index or a filter
 BLOCK_BYTES = 2 * 1024  # half of the usual size: for one key less is read and unpacked
 WAL_BYTES = 256 * 1024 * 1024
-_EPOCH, _OWNER, _HAND = b"epoch", b"owner", b"hand/"  # in the default column family
+# In the default column family; there is no format in a database of the first one.
+_EPOCH, _OWNER, _HAND, _FORMAT = b"epoch", b"owner", b"hand/", b"format"
 _NEVER = bytes(EXPIRY_BYTES)
 
 
@@ -142,6 +146,20 @@ class _Database:
             self.handles = {space: self.rocks.get_column_family_handle(space.value) for space in Space}
             self.default = self.rocks.get_column_family_handle("default")
         self._synced = _synced()
+        try:
+            self._upgrade()
+        except BaseException:
+            self.close()
+            raise
+
+    def _upgrade(self) -> None:
+        """By the owner, each step in one WriteBatch with its number: a crash leaves the old format, or the next."""
+        with _in_our_words(self.path):
+            for upgrade in FORMATS.missing(_format_of(self.rocks), self.path):
+                rewrite = Rewrite(self)
+                FORMATS.run(upgrade, rewrite, self.path)
+                rewrite.batch.put(_FORMAT, str(upgrade.number).encode(), self.default)
+                self.write(rewrite.batch)
 
     @classmethod
     def take(cls, path: Path, *, statistics: bool) -> "_Database":
@@ -189,6 +207,10 @@ class _Database:
     def epoch(self) -> int:
         return int(self.rocks.get(_EPOCH) or 0)
 
+    @property
+    def owner(self) -> str:
+        return (self.rocks.get(_OWNER) or b"").decode()
+
     def next_epoch(self, owner: str) -> int:
         with self.lock, _in_our_words(self.path):
             epoch = self.epoch + 1
@@ -197,6 +219,30 @@ class _Database:
             batch.put(_OWNER, owner.encode(), self.default)
             self.write(batch)
             return epoch
+
+
+class Rewrite:
+    """What an upgrade changes of one database, all at once and at the end; so it must fit into memory."""
+
+    def __init__(self, database: _Database) -> None:
+        self._database = database
+        self.batch = WriteBatch(raw_mode=True)
+
+    def entries(self, space: Space) -> Iterator[tuple[bytes, bytes]]:
+        """All of a space as it is before the upgrade: each value behind the 8 bytes of its expiry."""
+        return _entries(self._database.families[space], b"")
+
+    def put(self, space: Space, key: bytes, stored: bytes) -> None:
+        """Write an entry, with its expiry before its value."""
+        self.batch.put(key, stored, self._database.handles[space])
+
+    def delete(self, space: Space, key: bytes) -> None:
+        """Remove an entry."""
+        self.batch.delete(key, self._database.handles[space])
+
+
+def _format_of(rocks: Rdict) -> int:
+    return int(rocks.get(_FORMAT) or FIRST)
 
 
 def _forget() -> None:
@@ -228,9 +274,19 @@ def _got(family: Rdict, keys: Collection[bytes]) -> dict[bytes, bytes]:
     return {key: stored[EXPIRY_BYTES:] for key, stored in found if stored is not None and not _expired(stored, now)}
 
 
-def _write(space: Space, key: bytes, stored: bytes) -> Write:
+def _lifetimes(family: Rdict, keys: Collection[bytes]) -> dict[bytes, datetime | None]:
+    asked, now = list(keys), _now()
+    found = zip(asked, cast("list[bytes | None]", family.get(cast("Any", asked))), strict=True) if asked else ()
+    return {key: _expiry(stored) for key, stored in found if stored is not None and not _expired(stored, now)}
+
+
+def _expiry(stored: bytes) -> datetime | None:
     expiry = int.from_bytes(stored[:EXPIRY_BYTES])
-    return Write(space, key, stored[EXPIRY_BYTES:], from_micros(expiry) if expiry else None)
+    return from_micros(expiry) if expiry else None
+
+
+def _write(space: Space, key: bytes, stored: bytes) -> Write:
+    return Write(space, key, stored[EXPIRY_BYTES:], _expiry(stored))
 
 
 def _scanned(family: Rdict, prefix: bytes, after: bytes | None, limit: int) -> list[tuple[bytes, bytes]]:
@@ -356,6 +412,7 @@ class RocksDBView(StateView):
             if self._rocks is None:
                 raise StateUnavailable(f"{self._path} has been closed; look again")
             self._rocks.try_catch_up_with_primary()
+            FORMATS.check_newest(_format_of(self._rocks), self._path)  # until the next look it sees this moment
             yield self._rocks.get_column_family(space.value)
 
     def close(self) -> None:
@@ -375,6 +432,7 @@ class RocksDBPartition(StatePartition):
         self._requests = _Requests(database.path)
         self._closed = False
         self.epoch = database.next_epoch(owner)
+        self._owner = owner
         stored = ((space, database.rocks.get(_HAND + space.encode())) for space in Space)
         self._hands = {space: hand for space, hand in stored if hand is not None}
         self._sweeps = {space: Sweep() for space in Space}
@@ -413,6 +471,10 @@ class RocksDBPartition(StatePartition):
                     batch.put(_HAND + space.encode(), b"", database.default)
             database.write(batch)
 
+    def lifetimes(self, space: Space, keys: Collection[bytes]) -> dict[bytes, datetime | None]:
+        with self._session() as database:
+            return _lifetimes(database.families[space], keys) if space in self._hands else dict.fromkeys(keys)
+
     def statistics(self) -> dict[str, int]:
         """RocksDB's own counters by name, if the URL has `statistics=on`; `rocksdb.wal.synced` counts syncs."""
         with self._session() as database:
@@ -436,8 +498,9 @@ class RocksDBPartition(StatePartition):
             yield self._database
 
     def _check_epoch(self) -> None:
-        if (epoch := self._database.epoch) != self.epoch:
-            raise Fenced(f"epoch {self.epoch} has ended: epoch {epoch} owns this partition; nothing was written")
+        epoch, owner = self._database.epoch, self._database.owner
+        if epoch != self.epoch or owner != self._owner:  # a restored folder can give an epoch a second time
+            raise fenced(self.epoch, epoch, owner)
 
     def _fold(self, space: Space) -> None:
         """Bring in what was asked. A crash before the removal folds the same in again, before anybody acts on it."""
@@ -465,14 +528,14 @@ class RocksDBPartition(StatePartition):
 class RocksDBStateStore(StateStore):
     """State in RocksDB, for `rocksdb:///folder`; its processors run on one host."""
 
-    capabilities: ClassVar[StateCapabilities] = StateCapabilities(shared=False)
+    capabilities: ClassVar[StateCapabilities] = StateCapabilities(shared=False, leads=True)
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
 
     @classmethod
     def open(cls, url: str) -> Self:
-        folder = Folder.parse(url, "rocksdb", ("statistics",))
+        folder = Folder.parse(url, "rocksdb", FORMATS, ("statistics",))
         folder.make()
         return cls(folder)
 
@@ -481,6 +544,7 @@ class RocksDBStateStore(StateStore):
         lock = folder / f"{partition}.lock"
         LOCKS.take(lock)
         try:
+            self._folder.announce(processor)
             statistics = self._folder.options.get("statistics") == "on"
             database = _Database.take(folder / f"{partition}{SUFFIX}", statistics=statistics)
             try:
@@ -498,6 +562,7 @@ class RocksDBStateStore(StateStore):
     def ask(self, processor: str, partition: int, writes: Sequence[Write]) -> None:
         check_requests(writes)
         grouped(writes)
+        self._folder.check_newest(processor)
         _Requests(self._folder.find(processor, partition, SUFFIX)).add(writes)
 
     def asked(self, processor: str, prefix: bytes = b"") -> list[int]:
@@ -505,6 +570,15 @@ class RocksDBStateStore(StateStore):
         folder = self._folder.path / processor
         numbers = range(self.processors().get(processor, 0))
         return [number for number in numbers if _Requests(folder / f"{number}{SUFFIX}").some(prefix)]
+
+    def lead(self, processor: str, leader: str, *, lasts: timedelta, instead_of: str | None = None) -> str:
+        return self._folder.lead(processor, leader, lasts, instead_of)
+
+    def leader(self, processor: str) -> str | None:
+        return self._folder.leader(processor)
+
+    def stand_down(self, processor: str, leader: str) -> None:
+        self._folder.stand_down(processor, leader)
 
     def processors(self) -> Mapping[str, int]:
         return self._folder.processors()

@@ -8,13 +8,15 @@ import sqlite3
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 from urllib.parse import quote
+from weakref import WeakSet
 
 from .. import clock
-from ..errors import Fenced, InvalidSetting, OnceboxError, StateError, StateUnavailable
+from ..errors import ChangeRefused, InvalidSetting, OnceboxError, StateError, StateUnavailable
 from .base import (
     Action,
     Space,
@@ -30,10 +32,11 @@ from .base import (
     grouped,
     micros,
 )
-from .folder import LOCKS, Folder
+from .folder import LOCKS, Folder, fenced
+from .formats import FIRST, Formats
 from .lending import check_statement, ended, refused
 
-FORMAT = 1
+FORMATS = Formats()
 SUFFIX = ".sqlite"
 BUSY_SECONDS = 30.0
 ROWS = 50  # in one INSERT: a third less time than one by one; more bring no more
@@ -54,6 +57,7 @@ _REFUSED: Mapping[int, str] = {
     sqlite3.SQLITE_NOTADB: "is no SQLite database; restore it from a backup, or move it away",
     sqlite3.SQLITE_CORRUPT: "is damaged; restore it from a backup",
 }
+_CONTENT = frozenset({sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_MISMATCH})
 _TABLES = [
     *(
         f'CREATE TABLE "{space}" (key BLOB PRIMARY KEY, value BLOB NOT NULL, expires_at INTEGER) WITHOUT ROWID, STRICT'
@@ -63,7 +67,7 @@ _TABLES = [
     "INSERT INTO owner VALUES (0, '')",
     # Where the look for expired entries goes on, for each space that ever had some.
     "CREATE TABLE hand (space TEXT PRIMARY KEY, key BLOB NOT NULL) WITHOUT ROWID, STRICT",
-    f"PRAGMA user_version = {FORMAT}",
+    f"PRAGMA user_version = {FIRST}",
 ]
 _PUT = {space: f'INSERT OR REPLACE INTO "{space}" VALUES (?, ?, ?)' for space in Space}  # noqa: S608 - names are ours
 _PUT_ROWS = {space: statement + ", (?, ?, ?)" * (ROWS - 1) for space, statement in _PUT.items()}
@@ -88,12 +92,25 @@ class _Connection(sqlite3.Connection):
 
     lent = False
 
+    def __init__(self, *values: Any, **options: Any) -> None:
+        super().__init__(*values, **options)
+        self._cursors: WeakSet[sqlite3.Cursor] = WeakSet()  # of the handler that it is lent to
+
     def cursor(self, factory: Any = None) -> Any:
-        return super().cursor(factory or (_Cursor if self.lent else sqlite3.Cursor))
+        found = super().cursor(factory or (_Cursor if self.lent else sqlite3.Cursor))
+        if self.lent:
+            self._cursors.add(found)
+        return found
+
+    def end_lending(self) -> None:
+        """A statement that a handler did not read to its end, and still holds, would keep the transaction open."""
+        self.lent = False
+        while self._cursors:
+            self._cursors.pop().close()
 
     def execute(self, statement: str, /, *values: Any) -> sqlite3.Cursor:
         if self.lent:
-            check_statement(statement)
+            return cast("sqlite3.Cursor", self.cursor().execute(statement, *values))
         return super().execute(statement, *values)
 
     def executescript(self, script: str, /) -> sqlite3.Cursor:
@@ -153,17 +170,32 @@ class _File:
         run(f"PRAGMA page_size = {PAGE_BYTES}")  # of a file that is new
         if create and run("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
             raise StateError(f"{self.path}: SQLite can't keep a write-ahead log here; use a local, writable disk")
-        if create and not run("PRAGMA user_version").fetchone()[0]:
-            with self.change():
-                for statement in _TABLES:
-                    run(statement)
-        (version,) = run("PRAGMA user_version").fetchone()
-        if not version:  # its first owner has just made the file
+        if create and self._format() < FORMATS.newest:
+            self._upgrade()
+        if not self._format():  # its first owner has just made the file
             raise InvalidSetting(f"{self.path} is new, and nothing is in it yet: look again in a moment")
-        if version != FORMAT:
-            raise StateError(f"{self.path} has format {version}, this version knows {FORMAT}: upgrade oncebox")
+        self.check_format()
         if looks:
             run("PRAGMA query_only = ON")
+
+    def _format(self) -> int:
+        """0 in a file that is new."""
+        (number,) = self.connection.execute("PRAGMA user_version").fetchone()
+        return int(number)
+
+    def check_format(self) -> None:
+        """Refuse any format but the newest: what was read before this call was of the same, since none goes back."""
+        FORMATS.check_newest(self._format(), self.path)
+
+    def _upgrade(self) -> None:
+        """By the owner, in one transaction with the number: a crash leaves the old format, or the new one."""
+        with self.change() as connection:
+            if not self._format():
+                for statement in _TABLES:
+                    connection.execute(statement)
+            for upgrade in FORMATS.missing(self._format(), self.path):
+                FORMATS.run(upgrade, connection, self.path)
+                connection.execute(f"PRAGMA user_version = {upgrade.number}")
 
     @contextmanager
     def change(self, *, begun: bool = False) -> Iterator[_Connection]:
@@ -196,6 +228,8 @@ class _File:
 
     def _in_our_words(self, error: sqlite3.Error) -> OnceboxError:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+        if code in _CONTENT:
+            return ChangeRefused(f"{self.path}: SQLite refuses what was to be written ({error})")
         kind = StateUnavailable if code in _UNAVAILABLE else StateError
         advice = _UNAVAILABLE.get(code) or _REFUSED.get(code, "SQLite failed")
         return kind(f"{self.path}: {advice} ({error})")
@@ -210,8 +244,9 @@ class _File:
 class SQLiteView(StateView):
     """Looks at one file."""
 
-    def __init__(self, file: _File) -> None:
+    def __init__(self, file: _File, *, looks: bool = False) -> None:
         self._file = file
+        self._looks = looks  # beside an owner, which may upgrade the file meanwhile
 
     def get(self, space: Space, keys: Collection[bytes]) -> dict[bytes, bytes]:
         found: dict[bytes, bytes] = {}
@@ -228,6 +263,8 @@ class SQLiteView(StateView):
                         [*part, now],
                     )
                 )
+            if self._looks:
+                self._file.check_format()
         return found
 
     def scan(
@@ -253,7 +290,10 @@ class SQLiteView(StateView):
             values.append(end)
         statement += f" AND {_UNEXPIRED} ORDER BY key LIMIT ?"
         with self._file.session() as connection:
-            return connection.execute(statement, [*values, micros(clock.now()), limit]).fetchall()
+            found = connection.execute(statement, [*values, micros(clock.now()), limit]).fetchall()
+            if self._looks:
+                self._file.check_format()
+            return found
 
     def close(self) -> None:
         self._file.close()
@@ -264,12 +304,29 @@ class SQLitePartition(SQLiteView, StatePartition):
 
     lends = True
 
-    def __init__(self, file: _File, lock: Path, epoch: int) -> None:
+    def __init__(self, file: _File, lock: Path, epoch: int, owner: str, timed: Collection[Space]) -> None:
         super().__init__(file)
         self.epoch = epoch
+        self._owner = owner
         self._held: Path | None = lock
         self._begun = False  # by `lend`: a transaction is under way
-        self._sweeps: dict[Space, Sweep] = {}
+        self._sweeps = {space: Sweep() for space in timed}  # the spaces in which entries have had times to live
+
+    def lifetimes(self, space: Space, keys: Collection[bytes]) -> dict[bytes, datetime | None]:
+        if space not in self._sweeps:
+            return dict.fromkeys(keys)
+        found: dict[bytes, datetime | None] = {}
+        asked, now = sorted(keys), micros(clock.now())
+        with self._file.session() as connection:
+            for start in range(0, len(asked), GET_MAX):
+                part = asked[start : start + GET_MAX]
+                marks = ",".join("?" * len(part))
+                rows = connection.execute(
+                    f'SELECT key, expires_at FROM "{space}" WHERE key IN ({marks}) AND {_UNEXPIRED}',  # noqa: S608
+                    [*part, now],
+                )
+                found.update((key, None if time is None else from_micros(time)) for key, time in rows)
+        return found
 
     def commit(self, writes: Sequence[Write], *, also: Sequence[Action] = ()) -> None:
         spaces = grouped(writes)
@@ -284,9 +341,9 @@ class SQLitePartition(SQLiteView, StatePartition):
                 action(connection)
 
     def _check_epoch(self, connection: sqlite3.Connection) -> None:
-        (epoch,) = connection.execute("SELECT epoch FROM owner").fetchone()
-        if epoch != self.epoch:
-            raise Fenced(f"epoch {self.epoch} has ended: epoch {epoch} owns this partition; nothing was written")
+        epoch, owner = connection.execute("SELECT epoch, owner FROM owner").fetchone()
+        if epoch != self.epoch or owner != self._owner:  # a restored file can give an epoch a second time
+            raise fenced(self.epoch, epoch, owner)
 
     def lend(self) -> sqlite3.Connection:
         with self._file.session() as connection:
@@ -300,7 +357,7 @@ class SQLitePartition(SQLiteView, StatePartition):
 
     def take_back(self, *, keep: bool) -> None:
         with self._file.session() as connection:
-            connection.lent = False
+            connection.end_lending()
             if not connection.in_transaction:
                 self._begun = False
                 raise ended(str(self._file.path))
@@ -312,7 +369,7 @@ class SQLitePartition(SQLiteView, StatePartition):
         begun, self._begun = self._begun, False
         if begun:
             with self._file.session() as connection:
-                connection.lent = False
+                connection.end_lending()
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
 
@@ -355,14 +412,14 @@ def _write(connection: sqlite3.Connection, space: Space, writes: Collection[Writ
 class SQLiteStateStore(StateStore):
     """State in files, for `sqlite:///folder`; its processors run on one host."""
 
-    capabilities: ClassVar[StateCapabilities] = StateCapabilities(shared=False, lends=True)
+    capabilities: ClassVar[StateCapabilities] = StateCapabilities(shared=False, lends=True, leads=True)
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
 
     @classmethod
     def open(cls, url: str) -> Self:
-        folder = Folder.parse(url, "sqlite")
+        folder = Folder.parse(url, "sqlite", FORMATS)
         folder.make()
         return cls(folder)
 
@@ -371,21 +428,23 @@ class SQLiteStateStore(StateStore):
         lock = folder / f"{partition}.lock"
         LOCKS.take(lock)
         try:
+            self._folder.announce(processor)
             file = _File(folder / f"{partition}{SUFFIX}", create=True)
             try:
                 with file.change() as connection:
                     connection.execute("UPDATE owner SET epoch = epoch + 1, owner = ?", (owner,))
                     (epoch,) = connection.execute("SELECT epoch FROM owner").fetchone()
+                    timed = [Space(name) for (name,) in connection.execute("SELECT space FROM hand")]
             except BaseException:
                 file.close()
                 raise
         except BaseException:
             LOCKS.give_back(lock)
             raise
-        return SQLitePartition(file, lock, epoch)
+        return SQLitePartition(file, lock, epoch, owner, timed)
 
     def look(self, processor: str, partition: int) -> StateView:
-        return SQLiteView(_File(self._folder.find(processor, partition, SUFFIX), looks=True))
+        return SQLiteView(_File(self._folder.find(processor, partition, SUFFIX), looks=True), looks=True)
 
     def ask(self, processor: str, partition: int, writes: Sequence[Write]) -> None:
         check_requests(writes)
@@ -393,10 +452,20 @@ class SQLiteStateStore(StateStore):
         file = _File(self._folder.find(processor, partition, SUFFIX))
         try:
             with file.change() as connection:
+                file.check_format()  # its owner may have upgraded it since it was opened
                 for space, requests in changes.items():
                     _write(connection, space, requests.values())
         finally:
             file.close()
+
+    def lead(self, processor: str, leader: str, *, lasts: timedelta, instead_of: str | None = None) -> str:
+        return self._folder.lead(processor, leader, lasts, instead_of)
+
+    def leader(self, processor: str) -> str | None:
+        return self._folder.leader(processor)
+
+    def stand_down(self, processor: str, leader: str) -> None:
+        self._folder.stand_down(processor, leader)
 
     def processors(self) -> Mapping[str, int]:
         return self._folder.processors()

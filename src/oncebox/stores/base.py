@@ -8,7 +8,7 @@ decided by the database's clock. A store object may be used by several threads.
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any, ClassVar, Self
@@ -16,13 +16,17 @@ from uuid import UUID
 
 from .. import clock
 from ..config import Budget, Control
-from ..config import hidden_password as hidden_password  # noqa: PLC0414 - every store's messages need it
 from ..errors import PositionGone
 from ..event import Claim, Event, NewEvent, Record, State, Verdict
+from ..url import hidden_password as hidden_password  # noqa: PLC0414 - every store's messages need it
 
 LEASE_RENEWALS = 3  # a claim ends at this many leases, however often it is renewed (LR-051)
 ERROR_MAX = 8_000  # characters of `last_error` that are kept
 WAIT_MAX = 0.02  # seconds between looks at a store that cannot say when there is something new
+REASON_MAX = 1_000  # bytes of the reason, and of the name, of a failing destination that are kept
+REPORT_EVERY = timedelta(minutes=1)  # how often a destination that goes on failing is reported
+HISTORY_LOOK_MAX = 100_000  # events that a look for what a worker published, or a reader passed, looks at
+WAITING_LOOK_MAX = 100_000  # PENDING events that a report looks at, to count those that wait for a destination
 SUSPECT_DIVISOR = 8  # the events of an expired claim of n come back in claims of n / 8 at most, at last alone
 
 
@@ -85,10 +89,19 @@ class Query:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """The store at one moment."""
+    """The store at one moment.
+
+    Every PENDING event is counted in exactly one of `eligible`, `held`, `retrying`, `delayed` and `blocked`, so these
+    five add up to `states[State.PENDING]`. Where several reasons hold an event back, the one that lasts longest counts:
+    blocked, then delayed, then retrying, then held.
+    """
 
     states: Mapping[State, int]
-    delayed: int  # PENDING, and not yet due
+    eligible: int  # a claim could take it now (SC-04); a suspect that is due is eligible
+    held: int  # another event of its key is CLAIMED
+    retrying: int  # tried before and not due yet, or behind such an event of its key
+    delayed: int  # never tried and not due yet, or behind such an event of its key
+    blocked: int  # behind a DEAD event of its key
     suspect: int  # PENDING after an expired claim
     blocked_keys: int  # keys held back by a DEAD event
     oldest_pending: timedelta | None  # age of the oldest eligible event
@@ -154,6 +167,28 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FailingDestination:
+    """A destination that takes no events, as the relays of one name last reported it; times by the database's clock."""
+
+    relay: str  # the relay's name: relays of one name share their reports
+    destination: str  # a topic, a stream, …; empty: the broker as a whole
+    reason: str
+    reported_by: str  # the worker that reported it last
+    failing_for: timedelta
+    reported_ago: timedelta
+    waiting: int  # PENDING events of the event types that failed there, when it was last reported
+    waiting_more: bool  # there may be more: only `WAITING_LOOK_MAX` events were looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writable:
+    """What `try_write` found out."""
+
+    says: str  # what was tried, for an operator
+    free: int | None = None  # bytes on the disk of the store, where that is known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogEnd:
     """Where the log of events ends at this moment, for whoever only reads it."""
 
@@ -162,6 +197,14 @@ class LogEnd:
     pruned: int  # the largest `seq` that retention has removed
     writers: frozenset[str]  # transactions under way that may yet commit a `seq` below `last`
     passed: str  # what `set_reader` takes from a reader that is done with all up to `last`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """Some events of the log: how many are there now, and the `seq` of the last."""
+
+    events: int
+    last: int
 
 
 class Horizon:
@@ -222,6 +265,10 @@ class OutboxStore(ABC):
     @abstractmethod
     def migrate(self) -> list[Migration]:
         """Bring the schema to this version; return what ran. Safe to run twice, and from two places at once."""
+
+    def try_write(self) -> Writable:
+        """Find out whether the store's disk takes writes, without changing anything; `StoreError` if it does not."""
+        return Writable(says="this store cannot tell whether its disk takes writes")
 
     # --- delivery ------------------------------------------------------------------------------------------------
 
@@ -297,6 +344,25 @@ class OutboxStore(ABC):
         `after`: the last one of a former page. A replay does not take a receipt away. It reads what is PUBLISHED from
         end to end: for what follows a crash, not for every day.
         """
+
+    @abstractmethod
+    def published_by(
+        self,
+        worker: str,
+        *,
+        after: int,
+        order: Order = Order.OLDEST,
+        limit: int = 1_000,
+        look_max: int = HISTORY_LOOK_MAX,
+    ) -> list[Receipt]:
+        """Up to `limit` events with `seq` above `after` that are PUBLISHED now, under claims of this very `worker`.
+
+        Of `look_max` events at least, from the oldest or from the newest side, none is missed; that bounds the cost.
+        """
+
+    @abstractmethod
+    def count_published_by(self, worker: str, *, after: int) -> Extent | None:
+        """All that `published_by` could find, however many: for what follows a loss, not for every day."""
 
     def wait(self, seconds: float) -> None:
         """Return once an event may have become eligible, or after so many seconds; perhaps earlier, for no reason."""
@@ -378,8 +444,16 @@ class OutboxStore(ABC):
         """The settings that operators changed at runtime."""
 
     @abstractmethod
+    def change_control(self, changes: Mapping[str, Any], *, audit_id: int) -> None:
+        """Change the settings that are named, by the fields of `Control`, and no other, in one step.
+
+        Two operators who change different settings at once both get what they asked for. None: the relay's own setting
+        holds again. Every relay sees it at its next look.
+        """
+
     def set_control(self, control: Control, *, audit_id: int) -> None:
-        """Replace them; every relay sees it at its next look."""
+        """Replace all of them."""
+        self.change_control({one.name: getattr(control, one.name) for one in fields(control)}, audit_id=audit_id)
 
     @abstractmethod
     def sign_on(self, worker: Worker) -> None:
@@ -392,6 +466,33 @@ class OutboxStore(ABC):
     @abstractmethod
     def workers(self) -> list[Worker]:
         """All workers that signed on and not off, the longest silent first."""
+
+    @abstractmethod
+    def report_failing(
+        self,
+        *,
+        relay: str,
+        destination: str,
+        reason: str,
+        worker: str,
+        event_types: Collection[str] | None,
+        valid_for: timedelta,
+        look_max: int = WAITING_LOOK_MAX,
+    ) -> FailingDestination | None:
+        """Note that a destination fails, and count what waits for it; None if that was reported a moment ago.
+
+        A moment: with the same reason, less than `REPORT_EVERY` ago. `event_types` are those that go there; None means
+        all. Unless it is reported again, the row expires after `valid_for`; expired rows are removed here. `reason` and
+        `destination` are cut to `REASON_MAX` bytes. At most `look_max` events are looked at, which bounds the cost.
+        """
+
+    @abstractmethod
+    def remove_failing(self, *, relay: str, destinations: Collection[str]) -> list[FailingDestination]:
+        """Remove the reports of these destinations, which took an event; return those that were there."""
+
+    @abstractmethod
+    def failing_destinations(self) -> list[FailingDestination]:
+        """The reports that have not expired, the longest failing first."""
 
     @abstractmethod
     def set_reader(self, name: str, position: str | None = None) -> str:
@@ -408,6 +509,14 @@ class OutboxStore(ABC):
     @abstractmethod
     def readers(self) -> Mapping[str, str]:
         """The registered readers and their positions."""
+
+    @abstractmethod
+    def passed_by(self, reader: str, *, after: int, look_max: int = HISTORY_LOOK_MAX) -> Extent | None:
+        """What a registered reader has passed of the log above `after`; none if it has passed nothing there.
+
+        Pruned events count for `last` only. Of the `look_max` events that follow `after` none is missed, which bounds
+        the cost of a look that finds nothing.
+        """
 
     # --- in a transaction that is not its own ------------------------------------------------------------------------
 
@@ -457,3 +566,9 @@ def pruned(place: str, after: int, until: int) -> PositionGone:
 def storable_error(error: str) -> str:
     """An error as every database can keep it: of limited length, without NUL and lone surrogates."""
     return error[:ERROR_MAX].encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+
+
+def storable_reason(text: str) -> str:
+    """A reason, or a destination's name, as every database can keep it: within `REASON_MAX` bytes."""
+    whole = storable_error(text).encode()
+    return whole[:REASON_MAX].decode("utf-8", "ignore")

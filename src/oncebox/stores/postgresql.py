@@ -8,7 +8,7 @@ import json
 import random
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, Self
@@ -33,8 +33,13 @@ from ..errors import (
 from ..event import NOTHING, TERMINAL, Claim, Dead, Event, NewEvent, Published, Record, Released, Retry, State, Verdict
 from . import sql
 from .base import (
+    HISTORY_LOOK_MAX,
+    REPORT_EVERY,
+    WAITING_LOOK_MAX,
     AuditEntry,
     Capabilities,
+    Extent,
+    FailingDestination,
     Killed,
     LogEnd,
     Migration,
@@ -47,15 +52,19 @@ from .base import (
     Stats,
     Step,
     Worker,
+    Writable,
     hidden_password,
     pruned,
     storable_error,
+    storable_reason,
 )
 from .postgresql_bell import Bell
 from .postgresql_pool import Connection, ConnectionPool, split_url
 
 DIALECT = "postgresql"
 ONLINE = "-- online"  # the first line of a migration that must not run in a transaction
+MIGRATION_TRIES = 10  # each waits for a lock for less than a second
+MIGRATION_PAUSE = 0.5  # seconds between them, in which those that waited go on
 SWEEP_EVERY = 1.0  # seconds: how long a late commit may wait under overload
 SWEEP_SHARE = 20  # a look below the cursor is not repeated within this many times its own length
 SHARDS = 16  # of lanes, by their top bits
@@ -63,6 +72,13 @@ LANE_BITS = 59
 TURNS = 1 << 30
 NOTHING_PASSED = "3:3:"  # the snapshot in which no transaction that writes is to be seen
 _REFUSED = "OB001"  # raised by the guards of the schema
+_CONTENT = (
+    psycopg.DataError,
+    psycopg.IntegrityError,
+    psycopg.errors.RaiseException,
+    psycopg.errors.ProgramLimitExceeded,
+)  # what it says of a row that it can't have
+_REST_OF_STATS = tuple(field.name for field in fields(Stats) if field.name != "states")  # in the order of the statement
 
 
 class PostgreSQLStore(OutboxStore):
@@ -102,6 +118,8 @@ class PostgreSQLStore(OutboxStore):
     def _version(self) -> int | None:
         """The number of the newest migration that ran here; None without a schema."""
         ((installed, isolation),) = self._run("installed")
+        if not installed:
+            self._check_encoding()
         if isolation != "read committed":
             raise InvalidSetting(
                 f"{self._place} runs at {isolation}; claims need read committed: "
@@ -110,8 +128,20 @@ class PostgreSQLStore(OutboxStore):
         version: int | None = self._one("version") if installed else None
         return version
 
+    def _check_encoding(self) -> None:
+        """Not asked by a statement: in SQL_ASCII, text comes as bytes."""
+        with self._connection() as connection:
+            encoding = connection.info.parameter_status("server_encoding")
+        if encoding not in ("UTF8", None):
+            raise InvalidSetting(
+                f"{self._place} has the encoding {encoding}, which cannot hold every event; create the database with "
+                "`create database NAME encoding 'UTF8' template template0`, and run `oncebox init` on that"
+            )
+
     def pending_migrations(self) -> list[Migration]:
-        return list(sql.migrations(DIALECT)[self._version() or 0 :])
+        version = self._version()
+        sql.check_migratable(DIALECT, version, self._place)
+        return list(sql.migrations(DIALECT)[version or 0 :])
 
     def migrate(self) -> list[Migration]:
         """Two who migrate at once take turns: one connection holds the lock while another runs what is missing."""
@@ -138,10 +168,35 @@ class PostgreSQLStore(OutboxStore):
                     _fetch(connection, statement)
                 _fetch(connection, self._sql["migration_done"], done)
                 return
-            with connection.transaction():
-                _fetch(connection, self._sql["migration_patience"])
-                connection.execute(migration.sql.encode())
-                _fetch(connection, self._sql["migration_done"], done)
+            for tries_left in reversed(range(MIGRATION_TRIES)):
+                try:
+                    self._run_migration(connection, migration.sql, done)
+                    break
+                except psycopg.errors.LockNotAvailable:
+                    if not tries_left:
+                        raise
+                    clock.sleep(MIGRATION_PAUSE)
+
+    def _run_migration(self, connection: Connection, script: str, done: Mapping[str, Any]) -> None:
+        with connection.transaction():
+            _fetch(connection, self._sql["migration_patience"])
+            connection.execute(script.encode())
+            _fetch(connection, self._sql["migration_done"], done)
+
+    def try_write(self) -> Writable:
+        """See `OutboxStore.try_write`: a temporary table, in a transaction that is rolled back.
+
+        It takes room on the disk of the database's tablespace; how much is left there the server does not tell.
+        """
+        with self._translating():
+            try:
+                with self._pool.connection() as connection, connection.transaction(force_rollback=True):
+                    _fetch(connection, self._sql["try_write"])
+            except psycopg.errors.InsufficientPrivilege:
+                return Writable(says="no write was tried: this role may not make temporary tables in the database")
+            except psycopg.errors.DiskFull as error:
+                raise StoreUnavailable(f"{self._place} takes no writes: {str(error).strip()}") from error
+        return Writable(says="the database takes writes; how much disk space it has left is not known")
 
     # --- delivery --------------------------------------------------------------------------------------------------
 
@@ -192,15 +247,31 @@ class PostgreSQLStore(OutboxStore):
             "budget": budget.default,
             "budgets": Jsonb(dict(budget.by_type)) if budget.by_type else None,
         }
-        with self._aims.taken() as aim:
+        with self._aims.taken() as aim, self._released_on_failure(token):
             rows = self._run("claim", **asked, **aim.parameters())
             if not rows and aim.above:
                 rows = self._run("claim", **asked, **aim.parameters(sweep=True))
             claims = _claims(rows, token, worker, lease)
             aim.hit(claims, limit, _first(rows, 14) or ())
         if len(claims) == limit and self._bell.wanted:
-            self._bell.wanted = self._ring(False)
+            with suppress(StoreError):  # costs notifications that are not needed; the next claim tries it again
+                self._bell.wanted = self._ring(False)
         return claims
+
+    @contextmanager
+    def _released_on_failure(self, token: UUID) -> Iterator[None]:
+        """A claim that is committed and cannot be handed over is given back at once, not when its lease expires.
+
+        Not when the store is away: then it would only be asked in vain, once more.
+        """
+        try:
+            yield
+        except StoreUnavailable:
+            raise
+        except BaseException:
+            with suppress(StoreError):
+                self._run("release", token=token)
+            raise
 
     def wait(self, seconds: float) -> None:
         self._bell.wait(seconds, self._ring)
@@ -235,9 +306,23 @@ class PostgreSQLStore(OutboxStore):
 
     def receipts(self, worker: str, *, after: Receipt | None = None, limit: int = 1_000) -> list[Receipt]:
         seq, replays = (after.seq, after.replays) if after else (0, 0)
-        rows = self._run("receipts", worker=worker, seq=seq, replays=replays, limit=limit)
-        names = [field.name for field in fields(Receipt)]
-        return [Receipt(**dict(zip(names, map(_utc, row), strict=True))) for row in rows]
+        return list(map(_receipt, self._run("receipts", worker=worker, seq=seq, replays=replays, limit=limit)))
+
+    def published_by(
+        self,
+        worker: str,
+        *,
+        after: int,
+        order: Order = Order.OLDEST,
+        limit: int = 1_000,
+        look_max: int = HISTORY_LOOK_MAX,
+    ) -> list[Receipt]:
+        statement = self._sql["published_by"].format(direction="asc" if order is Order.OLDEST else "desc")
+        return list(map(_receipt, self._execute(statement, worker=worker, after=after, limit=limit, look_max=look_max)))
+
+    def count_published_by(self, worker: str, *, after: int) -> Extent | None:
+        ((count, last),) = self._run("count_published_by", worker=worker, after=after)
+        return Extent(events=count, last=last) if count else None
 
     # --- operations ------------------------------------------------------------------------------------------------
 
@@ -247,14 +332,18 @@ class PostgreSQLStore(OutboxStore):
         query = query or Query()
         newest = order is Order.NEWEST
         beyond, direction = ("<", "desc") if newest else (">", "asc")
-        statement = self._sql["find"].format(matching=self._sql["matching"], beyond=beyond, direction=direction)
+        statement = self._sql["find"].format(matching=self._matching(query), beyond=beyond, direction=direction)
         rows = self._execute(statement, after=after, limit=limit, **_matching(query))
         return [_record(row) for row in rows]
 
     def count(self, query: Query, *, after: int = 0) -> int:
-        statement = self._sql["count"].format(matching=self._sql["matching"])
+        statement = self._sql["count"].format(matching=self._matching(query))
         ((number,),) = self._execute(statement, after=after, **_matching(query))
         return int(number)
+
+    def _matching(self, query: Query) -> str:
+        """The part of `find` and `count` that says which events are meant."""
+        return self._sql["matching"] + ("\n" + self._sql["if_eligible"] if query.eligible else "")
 
     def history(self, event_id: UUID) -> list[Past]:
         rows = self._run("history", event_id=event_id)
@@ -272,8 +361,7 @@ class PostgreSQLStore(OutboxStore):
             State.PUBLISHED: published,
             State.DEAD: dead,
         }
-        names = ("delayed", "suspect", "blocked_keys", "oldest_pending", "oldest_claim", "expired_claims", "workers")
-        return Stats(states=counts, **dict(zip((*names, "paused"), rest, strict=True)))
+        return Stats(states=counts, **dict(zip(_REST_OF_STATS, rest, strict=True)))
 
     def begin_audit(self, *, who: str, action: str, why: str | None, what: Mapping[str, Any], affected: int = 0) -> int:
         given = {"who": who, "action": action, "why": why, "what": Jsonb(dict(what)), "affected": affected}
@@ -321,8 +409,8 @@ class PostgreSQLStore(OutboxStore):
     def control(self) -> Control:
         return Control.from_rows(dict(self._run("control")))
 
-    def set_control(self, control: Control, *, audit_id: int) -> None:
-        self._run("set_control", settings=Jsonb(control.to_rows()), audit_id=audit_id)
+    def change_control(self, changes: Mapping[str, Any], *, audit_id: int) -> None:
+        self._run("change_control", changes=Jsonb(Control.changed_rows(changes)), audit_id=audit_id)
 
     def sign_on(self, worker: Worker) -> None:
         entered = self._run(
@@ -344,6 +432,38 @@ class PostgreSQLStore(OutboxStore):
     def workers(self) -> list[Worker]:
         return [Worker(**row) for row in self._dicts("workers")]
 
+    def report_failing(
+        self,
+        *,
+        relay: str,
+        destination: str,
+        reason: str,
+        worker: str,
+        event_types: Collection[str] | None,
+        valid_for: timedelta,
+        look_max: int = WAITING_LOOK_MAX,
+    ) -> FailingDestination | None:
+        self._run("expire_failing")
+        rows = self._dicts(
+            "report_failing",
+            relay=relay,
+            destination=storable_reason(destination),
+            reason=storable_reason(reason),
+            worker=worker,
+            types=None if event_types is None else list(event_types),
+            limit=look_max,
+            every=REPORT_EVERY,
+            valid_for=valid_for,
+        )
+        return FailingDestination(**rows[0]) if rows else None
+
+    def remove_failing(self, *, relay: str, destinations: Collection[str]) -> list[FailingDestination]:
+        names = [storable_reason(name) for name in destinations]
+        return [FailingDestination(**row) for row in self._dicts("remove_failing", relay=relay, destinations=names)]
+
+    def failing_destinations(self) -> list[FailingDestination]:
+        return [FailingDestination(**row) for row in self._dicts("failing_destinations")]
+
     def set_reader(self, name: str, position: str | None = None) -> str:
         place: str = self._one("set_reader", name=name, position=NOTHING_PASSED if position == "" else position)
         return place
@@ -353,6 +473,13 @@ class PostgreSQLStore(OutboxStore):
 
     def readers(self) -> Mapping[str, str]:
         return dict(self._run("readers"))
+
+    def passed_by(self, reader: str, *, after: int, look_max: int = HISTORY_LOOK_MAX) -> Extent | None:
+        asked = {"name": reader, "after": after}
+        if not any(passed for (passed,) in self._run("has_passed", **asked, nothing=NOTHING_PASSED, look_max=look_max)):
+            return None
+        ((count, last),) = self._run("passed_by", **asked)
+        return Extent(events=count, last=last)
 
     # --- in a transaction that is not its own ------------------------------------------------------------------------
 
@@ -377,7 +504,7 @@ class PostgreSQLStore(OutboxStore):
     def finalize_on(self, connection: Any, verdicts: Sequence[tuple[Claim, Verdict]]) -> list[Claim]:
         refused: list[Claim] = []
         with self._translating():
-            for token, settled in _by_token(verdicts).items():
+            for token, settled in sorted(_by_token(verdicts).items()):  # one order of locks, as for renew and kill
                 rows = _fetch(connection, self._sql["finalize"], {"token": token, **_arrays(settled)})
                 refused += _refused(settled, rows[0][0])
         return refused
@@ -421,13 +548,17 @@ class PostgreSQLStore(OutboxStore):
 
     def _translated(self, error: psycopg.Error) -> OnceboxError:
         text = str(error).strip()
-        if error.sqlstate == _REFUSED:
+        if error.sqlstate == _REFUSED or isinstance(error, _CONTENT):
             return ForbiddenWrite(text)
         if isinstance(error, psycopg.errors.UndefinedTable | psycopg.errors.UndefinedFunction):
             return SchemaMissing(f"{self._place}: {text}; run `oncebox init --store URL` first")
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
             return StoreError(
                 f"{self._place}: {text}; grant this role its part with `select oncebox.admit(role, part)`"
+            )
+        if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):  # the pool has dropped its connections
+            return StoreUnavailable(
+                f"{self._place} takes no writes: {text}; give the primary, or wait for the failover"
             )
         if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
             return StoreUnavailable(f"{self._place} does not answer: {text}")
@@ -576,6 +707,11 @@ def _mapping(text: str | None) -> Mapping[str, Any]:
     return json.loads(text) if text else NOTHING
 
 
+def _receipt(row: TupleRow) -> Receipt:
+    names = [field.name for field in fields(Receipt)]
+    return Receipt(**dict(zip(names, map(_utc, row), strict=True)))
+
+
 def _utc(value: Any) -> Any:
     """A time in UTC, whatever the server's time zone is; anything else as it is."""
     return value.astimezone(UTC) if isinstance(value, datetime) else value
@@ -631,5 +767,4 @@ def _matching(query: Query) -> dict[str, Any]:
         "key": query.ordering_key,
         "created_from": query.created_from,
         "created_to": query.created_to,
-        "eligible": query.eligible,
     }

@@ -13,11 +13,15 @@ select max(number) from oncebox.schema_version
 select pg_advisory_xact_lock(78, 99)
 
 -- name: migration_patience
--- A statement that waits for an exclusive lock makes everybody behind it wait too: better to give up and say so.
-set local lock_timeout = '5s'
+-- A statement that waits for an exclusive lock makes all others behind it wait too: better to give up, and try again.
+set local lock_timeout = '800ms'
 
 -- name: migration_done
 insert into oncebox.schema_version (number, name) values (%(number)s, %(name)s)
+
+-- name: try_write
+-- A megabyte, in pages that the server allocates on disk at once: a full disk shows, though nothing is committed.
+create temporary table oncebox_try_write on commit drop as select repeat('x', 1000) from generate_series(1, 1000)
 
 -- name: copy_events
 -- COPY is the fastest way in, and one statement, so it is one transaction by itself.
@@ -33,6 +37,13 @@ select oncebox.known(%(ids)s::uuid[])
 -- name: claim
 select * from oncebox.claim(%(token)s, %(worker)s, %(lease)s, %(limit)s, %(bytes)s, %(budget)s, %(budgets)s,
     %(above)s, %(turn)s, %(hands)s::bigint[])
+
+-- name: release
+-- Gives back all events of a claim, whatever they are: of one that could not be handed over.
+select oncebox.finalize(token, '{}', seqs, array_fill('L'::text, array[cardinality(seqs)]),
+    array_fill(null::interval, array[cardinality(seqs)]), array_fill(null::text, array[cardinality(seqs)]),
+    array_fill(0, array[cardinality(seqs)]))
+from oncebox.claim where token = %(token)s
 
 -- name: renew
 select oncebox.renew(%(worker)s, %(tokens)s, %(lease)s)
@@ -56,7 +67,25 @@ where (%(ids)s::uuid[] is null or event_id = any (%(ids)s::uuid[]))
   and (%(key)s::text is null or ordering_key = %(key)s::text)
   and (%(created_from)s::timestamptz is null or created_at >= %(created_from)s)
   and (%(created_to)s::timestamptz is null or created_at < %(created_to)s)
-  and (not %(eligible)s or (state = 'PENDING' and (available_at is null or available_at <= now())))
+
+-- name: if_eligible
+-- SC-04, SC-11: due, and its key lets it go. What a key holds back is found key by key, however many events are behind: a
+-- question for each event would ask it of all others. Each branch groups a table that is analyzed, so the planner knows how
+-- many rows come and joins them by a hash.
+  and state = 'PENDING' and (available_at is null or available_at <= now())
+  and not exists (
+    select from (
+        select r.seq from oncebox.hold h join oncebox.lane_ready r using (lane) where h.token is not null
+        union all
+        select r.seq from (select lane, min(seq) as first from oncebox.blocker group by lane) b
+            join oncebox.lane_ready r on r.lane = b.lane and r.seq > b.first
+        union all
+        select r.seq from (
+            select lane, min(seq) as first from oncebox.lane_ready
+            where (available_at is not null or batch_max is not null) and available_at > now()  -- the first part names the index
+            group by lane) w
+            join oncebox.lane_ready r on r.lane = w.lane and r.seq >= w.first) stopped
+    where stopped.seq = outbox.seq)
 
 -- name: find
 -- The order is part of the text, so that the rooms' own indexes give it and a page costs what a page is.
@@ -93,28 +122,61 @@ where (d.published_by = %(worker)s or starts_with(d.published_by, %(worker)s || 
     and (d.seq, d.replays) > (%(seq)s, %(replays)s)
 order by d.seq, d.replays limit %(limit)s
 
+-- name: published_by
+select e.event_id, e.event_type, e.ordering_key, e.partition_key, e.created_at, p.published_at, p.published_by,
+    p.attempts, coalesce(t.replays, 0) as replays, p.seq
+from (select * from oncebox.published where seq > %(after)s order by seq {direction} limit %(look_max)s) p
+join oncebox.event e using (seq) left join oncebox.trouble t using (seq)
+where p.published_by = %(worker)s
+order by p.seq {direction} limit %(limit)s
+
+-- name: count_published_by
+select count(*), max(seq) from oncebox.published where seq > %(after)s and published_by = %(worker)s
+
 -- name: history
 select replay, state, at, attempts, published_by from oncebox.history
 where seq = (select seq from oncebox.event where event_id = %(event_id)s) order by replay
 
 -- name: stats
-select (select count(*) from oncebox.ready) + (select count(*) from oncebox.waiting)
-         + (select count(*) from oncebox.lane_ready) as pending,
+-- One pass over each room. A keyed event's reason is found by its place among the stops of its lane.
+with stop as (  -- for each lane that must stop somewhere, where; `held`: an event of it is CLAIMED
+    select lane, min(seq) filter (where attempts is null) as dead, min(seq) filter (where attempts = 0) as delayed,
+        min(seq) filter (where attempts > 0) as retrying, bool_or(held) as held
+    from (
+        select lane, seq, attempts, false as held from oncebox.lane_ready
+        where (available_at is not null or batch_max is not null) and available_at > now()
+        union all
+        select lane, seq, null, false from oncebox.blocker
+        union all
+        select lane, null, null, true from oncebox.hold where token is not null) each_stop
+    group by lane)
+, keyed as (
+    select r.seq, r.batch_max, case when r.seq > s.dead then 'blocked' when r.seq >= s.delayed then 'delayed'
+        when r.seq >= s.retrying then 'retrying' when s.held then 'held' else 'eligible' end as reason
+    from oncebox.lane_ready r left join stop s using (lane))
+, plain as (
+    select seq, batch_max, case when available_at <= now() then 'eligible' when attempts = 0 then 'delayed'
+        else 'retrying' end as reason
+    from oncebox.waiting)
+, pending as (
+    select count(*) as number, count(*) filter (where reason = 'eligible') as eligible,
+        count(*) filter (where reason = 'held') as held, count(*) filter (where reason = 'retrying') as retrying,
+        count(*) filter (where reason = 'delayed') as delayed, count(*) filter (where reason = 'blocked') as blocked,
+        count(batch_max) as suspect, min(seq) filter (where reason = 'eligible') as first
+    from (select * from keyed union all select * from plain) all_but_ready)
+, fresh as (select count(*) as number, min(seq) as first from oncebox.ready)
+select p.number + f.number as pending,
     (select coalesce(sum(cardinality(seqs)), 0) from oncebox.claim) as claimed,
     (select count(*) from oncebox.published) as published,
     (select count(*) from oncebox.dead) as dead,
-    (select count(*) from oncebox.waiting where available_at > now())
-         + (select count(*) from oncebox.lane_ready where available_at > now()) as delayed,
-    (select count(*) from oncebox.waiting where batch_max is not null)
-         + (select count(*) from oncebox.lane_ready where batch_max is not null) as suspect,
+    p.eligible + f.number as eligible, p.held, p.retrying, p.delayed, p.blocked, p.suspect,
     (select count(distinct lane) from oncebox.blocker) as blocked_keys,
-    now() - (select created_at from oncebox.event where seq = least(
-        (select min(seq) from oncebox.ready), (select min(seq) from oncebox.waiting where available_at <= now()),
-        (select min(seq) from oncebox.lane_ready where available_at is null or available_at <= now()))) as oldest_pending,
+    now() - (select created_at from oncebox.event where seq = least(f.first, p.first)) as oldest_pending,
     now() - (select min(claimed_at) from oncebox.claim) as oldest_claim,
     (select count(*) from oncebox.claim where locked_until <= now()) as expired_claims,
     (select count(*) from oncebox.worker) as workers,
     coalesce((select value = 'true'::jsonb from oncebox.setting where name = 'paused'), false) as paused
+from pending p, fresh f
 
 -- name: begin_audit
 select oncebox.begin_audit(%(who)s, %(action)s, %(why)s, %(what)s, %(affected)s)
@@ -147,8 +209,8 @@ select (select count(*) from oncebox.prunable_published(%(published_after)s, nul
 -- name: control
 select name, value from oncebox.setting
 
--- name: set_control
-select oncebox.set_control(%(settings)s, %(audit_id)s)
+-- name: change_control
+select oncebox.change_control(%(changes)s, %(audit_id)s)
 
 -- name: sign_on
 insert into oncebox.worker (worker_id, kind, host, pid, details)
@@ -162,6 +224,41 @@ delete from oncebox.worker where worker_id = %(worker_id)s
 select worker_id, kind, host, pid, started_at, seen_at, now() - seen_at as silent_for, details
 from oncebox.worker order by seen_at
 
+-- name: expire_failing
+delete from oncebox.destination where expires_at <= now()
+
+-- name: report_failing
+-- Several workers report one destination: the first of them writes, and the others of the same minute change nothing.
+-- The bound is on the events that are looked at, so that a backlog of millions costs no more than this.
+with pending as (
+    select seq from (select seq from oncebox.ready order by seq limit %(limit)s) fresh
+    union all select seq from (select seq from oncebox.waiting order by seq limit %(limit)s) waits
+    union all select seq from (select seq from oncebox.lane_ready order by seq limit %(limit)s) keyed
+    limit %(limit)s),
+counted as (
+    select count(*) filter (where %(types)s::text[] is null or e.event_type = any (%(types)s::text[])) as waiting,
+        count(*) = %(limit)s as more
+    from pending join oncebox.event e using (seq))
+insert into oncebox.destination as known (relay, destination, reason, reported_by, expires_at, waiting, waiting_more)
+select %(relay)s, %(destination)s, %(reason)s, %(worker)s, now() + %(valid_for)s::interval, waiting, more from counted
+on conflict (relay, destination) do update
+set reason = excluded.reason, reported_by = excluded.reported_by, reported_at = now(),
+    expires_at = greatest(known.expires_at, excluded.expires_at), waiting = excluded.waiting,
+    waiting_more = excluded.waiting_more
+where known.reason <> excluded.reason or known.reported_at <= now() - %(every)s::interval
+returning relay, destination, reason, reported_by, now() - failing_since as failing_for, now() - reported_at as reported_ago,
+    waiting, waiting_more
+
+-- name: remove_failing
+delete from oncebox.destination where relay = %(relay)s and destination = any (%(destinations)s::text[])
+returning relay, destination, reason, reported_by, now() - failing_since as failing_for, now() - reported_at as reported_ago,
+    waiting, waiting_more
+
+-- name: failing_destinations
+select relay, destination, reason, reported_by, now() - failing_since as failing_for, now() - reported_at as reported_ago,
+    waiting, waiting_more
+from oncebox.destination where expires_at > now() order by failing_since, relay, destination
+
 -- name: set_reader
 insert into oncebox.reader (name, position) values (%(name)s, coalesce(%(position)s::pg_snapshot, pg_current_snapshot()))
 on conflict (name) do update set position = excluded.position, updated_at = now()
@@ -172,6 +269,19 @@ delete from oncebox.reader where name = %(name)s returning 1
 
 -- name: readers
 select name, position::text from oncebox.reader order by name
+
+-- name: has_passed
+-- What a reader has passed is what its snapshot shows. Nearly all of the first events above a seq are shown, or none.
+select r.position::text <> %(nothing)s and l.pruned > %(after)s or exists (
+    select from (select xid from oncebox.event where seq > %(after)s order by seq limit %(look_max)s) e
+    where pg_visible_in_snapshot(e.xid, r.position))
+from oncebox.reader r, oncebox.log l where r.name = %(name)s
+
+-- name: passed_by
+select count(e.seq), greatest(max(e.seq), max(l.pruned))
+from oncebox.log l cross join oncebox.reader r
+left join oncebox.event e on e.seq > %(after)s and pg_visible_in_snapshot(e.xid, r.position)
+where r.name = %(name)s
 
 -- name: same_database_lock
 -- Advisory locks are known to one database of one running server: who cannot get a lock that another connection has

@@ -1,16 +1,18 @@
 """A bounded pool of connections to PostgreSQL, and how its URL is read."""
 
+import difflib
 import select
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from urllib.parse import quote, urlencode
 
 import psycopg
 from psycopg.rows import TupleRow
 
 from ..errors import InvalidSetting, StoreUnavailable
-from .base import hidden_password
+from ..url import Url, broken_percent, parse_url
+from .postgresql_refusal import Refusals
 
 POOL_DEFAULT = 4
 POOL_LIMIT = 64
@@ -39,6 +41,7 @@ class ConnectionPool:
     def __init__(self, conninfo: str, pool_max: int, *, place: str) -> None:
         self._conninfo = conninfo
         self._place = place
+        self._refusals = Refusals(conninfo, place)
         self._free: list[Connection] = []
         self._slots = threading.BoundedSemaphore(pool_max)
         self._closed = False
@@ -50,6 +53,12 @@ class ConnectionPool:
             connection = self._take()
             try:
                 yield connection
+            except psycopg.errors.ReadOnlySqlTransaction:
+                # A failover has made this server a replica. The other connections lead there too: the next call
+                # connects anew, and finds the primary if the URL names both.
+                connection.close()
+                self._drop_free()
+                raise
             except BaseException:
                 if not _usable(connection):
                     connection.close()
@@ -59,15 +68,25 @@ class ConnectionPool:
 
     def close(self) -> None:
         self._closed = True
-        while self._free:
-            self._free.pop().close()
+        self._drop_free()
 
     def connect(self) -> Connection:
         """A connection beside the pool, which the caller closes."""
         if self._closed:
             raise StoreUnavailable(f"{self._place}: this store was closed")
         # Nothing is prepared: inside, the functions of the schema keep their plans anyway.
-        return psycopg.connect(self._conninfo, autocommit=True, prepare_threshold=None)
+        try:
+            return psycopg.connect(self._conninfo, autocommit=True, prepare_threshold=None)
+        except psycopg.OperationalError as error:
+            refused = self._refusals.of(error)
+            if refused is None:
+                raise
+            raise refused from error
+
+    def _drop_free(self) -> None:
+        while self._free:
+            with suppress(IndexError):  # another thread took the last one
+                self._free.pop().close()
 
     def _take(self) -> Connection:
         while self._free:
@@ -97,13 +116,10 @@ def _usable(connection: Connection) -> bool:
 
 def split_url(url: str) -> tuple[str, int]:
     """The URL without the options that are ours, and the size of the pool."""
-    try:
-        parts = urlsplit(url)
-    except ValueError as error:
-        raise InvalidSetting(f"{hidden_password(url)}: {error}; write postgresql://user@host:port/database") from None
-    options = parse_qsl(parts.query, keep_blank_values=True)
-    rest = [(name, value) for name, value in options if name != "pool_max"]
-    given = dict(options).get("pool_max", str(POOL_DEFAULT))
+    parts = parse_url(url)
+    rest = [(name, value) for name, value in parts.options if name != "pool_max"]
+    _check(parts, url, [name for name, _ in rest])
+    given = dict(parts.options).get("pool_max", str(POOL_DEFAULT))
     if not given.isdigit() or not 1 <= int(given) <= POOL_LIMIT:
         raise InvalidSetting(f"pool_max is {given!r}; give 1 to {POOL_LIMIT}")
     # As libpq reads it: an empty host keeps its slashes, and a space in a value is %20, never a plus.
@@ -112,5 +128,17 @@ def split_url(url: str) -> tuple[str, int]:
         known = psycopg.conninfo.conninfo_to_dict(conninfo)
         missing = {name: value for name, value in _DEFAULTS.items() if name not in known}
         return psycopg.conninfo.make_conninfo(conninfo, **missing), int(given)
-    except psycopg.ProgrammingError as error:
-        raise InvalidSetting(f"{hidden_password(url)}: {error}".strip()) from None
+    except psycopg.ProgrammingError:  # its text may quote what it cannot read
+        raise InvalidSetting(f"{parts}: libpq cannot read it; write postgresql://user@host:port/database") from None
+
+
+def _check(parts: Url, url: str, options: Sequence[str]) -> None:
+    """Say what is wrong before libpq does: its own words may quote a password."""
+    if broken_percent(url):
+        raise InvalidSetting(f"{parts}: has a '%' that begins no %XX; write %25")
+    known = [option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults()]
+    for name in options:
+        if name not in known and name != "ssl":  # which libpq knows in URLs alone
+            near = difflib.get_close_matches(name, [*known, "pool_max"], n=1)
+            hint = f"did you mean {near[0]}?" if near else "known are those of libpq, and pool_max"
+            raise InvalidSetting(f"{parts}: unknown option {name!r}; {hint}")

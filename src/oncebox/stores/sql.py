@@ -35,11 +35,27 @@ def migrations(dialect: str) -> tuple[Migration, ...]:
 
 
 def check_version(dialect: str, version: int | None, place: str) -> None:
-    """Raise when the schema at `place` is missing, older or newer than the migrations of this dialect."""
+    """Raise when this code cannot run on the schema at `place`: it runs on that of its newest migration, and the next.
+
+    The next one, so that services go on while `oncebox migrate` of the next version runs, and so that their code can be
+    rolled back without the schema.
+    """
     newest = len(migrations(dialect))
     if version is None:
         raise SchemaMissing(f"{place} has no Oncebox schema; run `oncebox init --store URL` first")
     if version < newest:
         raise SchemaOutdated(f"{place} has schema {version}, this version needs {newest}; run `oncebox migrate`")
-    if version > newest:
-        raise SchemaTooNew(f"{place} has schema {version}, this version knows {newest}; upgrade oncebox")
+    if version > newest + 1:
+        raise SchemaTooNew(
+            f"{place} has schema {version}, this version runs on {newest} and {newest + 1}; upgrade oncebox"
+        )
+
+
+def check_migratable(dialect: str, version: int | None, place: str) -> None:
+    """Raise when the schema at `place` is newer than every migration that this code knows."""
+    newest = len(migrations(dialect))
+    if version is not None and version > newest:
+        raise SchemaTooNew(
+            f"{place} has schema {version}, and this version knows the migrations up to {newest} only; "
+            "migrate with the version of oncebox that made that schema, or a newer one"
+        )

@@ -19,8 +19,13 @@ from ..errors import DuplicateEvent, ForbiddenWrite, InvalidSetting, OnceboxErro
 from ..event import Claim, Event, NewEvent, Record, State, Verdict
 from . import sql
 from .base import (
+    HISTORY_LOOK_MAX,
+    REPORT_EVERY,
+    WAITING_LOOK_MAX,
     AuditEntry,
     Capabilities,
+    Extent,
+    FailingDestination,
     Killed,
     LogEnd,
     Migration,
@@ -33,8 +38,10 @@ from .base import (
     Stats,
     Step,
     Worker,
+    Writable,
     pruned,
     storable_error,
+    storable_reason,
 )
 from .sqlite_delivery import SEQ, Expired, Lock, Stale, choose, claims_of, hold, parted, reap, within, write_verdicts
 from .sqlite_file import NEVER, SQL, Database, Location, Row, Session, Transaction
@@ -92,16 +99,20 @@ class SQLiteStore(OutboxStore):
 
     def pending_migrations(self) -> list[Migration]:
         """See `OutboxStore.pending_migrations`."""
-        return list(sql.migrations(DIALECT)[self._version() or 0 :])
+        version = self._version()
+        sql.check_migratable(DIALECT, version, str(self._database.location))
+        return list(sql.migrations(DIALECT)[version or 0 :])
 
     def migrate(self) -> list[Migration]:
         """See `OutboxStore.migrate`. Each migration is one transaction, and makes sure first that nobody was faster."""
+        sql.check_migratable(DIALECT, self._version(), str(self._database.location))
         return [migration for migration in sql.migrations(DIALECT) if self._apply(migration)]
 
     def _apply(self, migration: Migration) -> bool:
         with self._change(create=True) as tx:
             version = _version(tx)
             if version is None:
+                self._refuse_other_encodings(tx)
                 self._refuse_foreign_names(tx)
             if version is not None and version >= migration.number:
                 return False
@@ -109,6 +120,14 @@ class SQLiteStore(OutboxStore):
                 tx.connection.execute(statement)
             tx.run("migrated", number=migration.number, name=migration.name)
         return True
+
+    def _refuse_other_encodings(self, tx: Transaction) -> None:
+        (encoding,) = tx.connection.execute("PRAGMA encoding").fetchone()
+        if encoding != "UTF-8":
+            raise InvalidSetting(
+                f"{self._database.location} has the encoding {encoding}, in which limits of bytes mean something else; "
+                "give Oncebox a file in UTF-8, which is what SQLite makes unless told otherwise"
+            )
 
     def _refuse_foreign_names(self, tx: Transaction) -> None:
         for kind, name in tx.all("foreign_names"):
@@ -123,6 +142,10 @@ class SQLiteStore(OutboxStore):
             return None
         with self._look() as look:
             return _version(look)
+
+    def try_write(self) -> Writable:
+        """See `OutboxStore.try_write`. The folder takes the write-ahead log, so a file beside the store shows it."""
+        return self._database.location.try_write()
 
     # --- delivery ------------------------------------------------------------------------------------------------
 
@@ -179,7 +202,7 @@ class SQLiteStore(OutboxStore):
             rows.sort(key=SEQ)
             lock = Lock(clock.uuid7(), worker, tx.now, length, batch_max, budget)
             hold(tx, [row[9] for row in rows], lock)
-        return claims_of(rows, lock)
+            return claims_of(rows, lock)  # before the commit: what cannot be handed over is not claimed
 
     def wait(self, seconds: float) -> None:
         """See `OutboxStore.wait`; a claim that finds nothing only reads, and takes microseconds."""
@@ -233,6 +256,27 @@ class SQLiteStore(OutboxStore):
         with self._look() as look:
             rows = look.all("receipts", worker=worker, seq=seq, replays=replays, limit=limit)
         return [receipt_of(row) for row in rows]
+
+    def published_by(
+        self,
+        worker: str,
+        *,
+        after: int,
+        order: Order = Order.OLDEST,
+        limit: int = 1_000,
+        look_max: int = HISTORY_LOOK_MAX,
+    ) -> list[Receipt]:
+        """See `OutboxStore.published_by`."""
+        block = "published_by" if order is Order.OLDEST else "newest_published_by"
+        with self._look() as look:
+            rows = look.all(block, worker=worker, after=after, limit=limit, look_max=look_max)
+        return [receipt_of(row) for row in rows]
+
+    def count_published_by(self, worker: str, *, after: int) -> Extent | None:
+        """See `OutboxStore.count_published_by`."""
+        with self._look() as look:
+            count, last = look.run("count_published_by", worker=worker, after=after).fetchone()
+        return Extent(events=count, last=last) if count else None
 
     # --- operations ------------------------------------------------------------------------------------------------
 
@@ -371,12 +415,15 @@ class SQLiteStore(OutboxStore):
         with self._look() as look:
             return look.control()
 
-    def set_control(self, control: Control, *, audit_id: int) -> None:
-        """See `OutboxStore.set_control`."""
+    def change_control(self, changes: Mapping[str, Any], *, audit_id: int) -> None:
+        """See `OutboxStore.change_control`."""
+        rows = Control.changed_rows(changes)
         with self._change() as tx:
-            tx.run("clear_settings")
-            for name, value in control.to_rows().items():
-                tx.run("set_setting", name=name, value=json.dumps(value))
+            for name, value in rows.items():
+                if value is None:
+                    tx.run("unset_setting", name=name)
+                else:
+                    tx.run("set_setting", name=name, value=json.dumps(value))
             tx.count(audit_id, 1)
 
     def sign_on(self, worker: Worker) -> None:
@@ -410,6 +457,49 @@ class SQLiteStore(OutboxStore):
             for worker_id, kind, host, pid, started_at, seen_at, details, silent_for in rows
         ]
 
+    def report_failing(
+        self,
+        *,
+        relay: str,
+        destination: str,
+        reason: str,
+        worker: str,
+        event_types: Collection[str] | None,
+        valid_for: timedelta,
+        look_max: int = WAITING_LOOK_MAX,
+    ) -> FailingDestination | None:
+        """See `OutboxStore.report_failing`."""
+        types = None if event_types is None else json_texts(event_types)
+        with self._look() as look:  # before the lock that keeps others from writing
+            waiting, seen = look.one("waiting_for", types=types, limit=look_max) or (0, 0)
+        with self._change() as tx:
+            tx.run("expire_failing", now=tx.now)
+            row = tx.one(
+                "report_failing",
+                now=tx.now,
+                relay=relay,
+                destination=storable_reason(destination),
+                reason=storable_reason(reason),
+                worker=worker,
+                waiting=waiting,
+                more=seen == look_max,
+                same_until=tx.now - milliseconds(REPORT_EVERY),
+                expires_at=tx.now + milliseconds(valid_for),
+            )
+            return None if row is None else _failing(row, tx.now)
+
+    def remove_failing(self, *, relay: str, destinations: Collection[str]) -> list[FailingDestination]:
+        """See `OutboxStore.remove_failing`."""
+        names = json_texts(map(storable_reason, destinations))
+        with self._change() as tx:
+            return [_failing(row, tx.now) for row in tx.all("remove_failing", relay=relay, destinations=names)]
+
+    def failing_destinations(self) -> list[FailingDestination]:
+        """See `OutboxStore.failing_destinations`."""
+        with self._look() as look:
+            now = look.value("now")
+            return [_failing(row, now) for row in look.run("failing_destinations", now=now)]
+
     def set_reader(self, name: str, position: str | None = None) -> str:
         """See `OutboxStore.set_reader`. A position is the `seq` of the last event that the reader has passed."""
         with self._change() as tx:
@@ -430,6 +520,12 @@ class SQLiteStore(OutboxStore):
         """See `OutboxStore.readers`."""
         with self._look() as look:
             return {name: str(position) for name, position in look.run("readers")}
+
+    def passed_by(self, reader: str, *, after: int, look_max: int = HISTORY_LOOK_MAX) -> Extent | None:  # noqa: ARG002
+        """See `OutboxStore.passed_by`. The position says it: nothing is looked for."""
+        with self._look() as look:
+            found = look.run("passed_by", name=reader, after=after).fetchone()
+        return None if found is None else Extent(events=found[0], last=found[1])
 
     def log_end(self) -> LogEnd:
         """See `OutboxStore.log_end`."""
@@ -509,22 +605,40 @@ def _conditions(query: Query) -> tuple[list[str], dict[str, object]]:
     return blocks, values
 
 
+def _failing(row: Row, now: int) -> FailingDestination:
+    relay, destination, reason, worker, failing_since, reported_at, waiting, more = row
+    return FailingDestination(
+        relay=relay,
+        destination=destination,
+        reason=reason,
+        reported_by=worker,
+        failing_for=max(now - failing_since, 0) * MILLISECOND,
+        reported_ago=max(now - reported_at, 0) * MILLISECOND,
+        waiting=waiting,
+        waiting_more=bool(more),
+    )
+
+
 def _stats(look: Session, control: Control) -> Stats:
     now = look.value("now")
-    cursor = look.run("stats", now=now)
-    counted = dict(zip((column[0] for column in cursor.description), cursor.fetchone(), strict=True))
-    parked, parked_delayed, parked_suspect = look.one("parked", now=now) or (0, 0, 0)
-    pending = counted["ready"] + counted["ready_suspects"] + parked
-    unpublished = pending + counted["claimed"] + counted["dead"]
+    counted = look.named("stats", now=now)
+    keyed = look.named("keyed_waiting", now=now)
+    delayed, retrying = look.one("plain_waiting", now=now) or (0, 0)
+    pending = counted["ready"] + counted["ready_suspects"] + keyed["parked"]
+    delayed, retrying = delayed + keyed["delayed"], retrying + keyed["retrying"]
     return Stats(
         states={
             State.PENDING: pending,
             State.CLAIMED: counted["claimed"],
-            State.PUBLISHED: counted["total"] - unpublished,
+            State.PUBLISHED: counted["total"] - pending - counted["claimed"] - counted["dead"],
             State.DEAD: counted["dead"],
         },
-        delayed=counted["delayed"] + counted["delayed_suspects"] + parked_delayed,
-        suspect=counted["ready_suspects"] + parked_suspect,
+        eligible=pending - keyed["held"] - retrying - delayed - keyed["blocked"],
+        held=keyed["held"],
+        retrying=retrying,
+        delayed=delayed,
+        blocked=keyed["blocked"],
+        suspect=counted["ready_suspects"] + keyed["parked_suspects"],
         blocked_keys=counted["blocked_keys"],
         oldest_pending=age(now, counted["oldest_pending"]),
         oldest_claim=age(now, counted["oldest_claim"]),

@@ -287,6 +287,27 @@ WHERE (published_by = :worker OR substr(published_by, 1, length(:worker) + 1) = 
 AND (delivered.seq, delivered.replays) > (:seq, :replays)
 ORDER BY delivered.seq, delivered.replays LIMIT :limit
 
+-- name: published_by
+-- One table holds all states: not PUBLISHED rows are counted, but all that are looked at.
+SELECT event.event_id, event.event_type, event.ordering_key, event.partition_key, event.created_at,
+    looked.since, looked.published_by, looked.attempts, looked.replays, looked.seq
+FROM (SELECT * FROM oncebox_delivery WHERE seq > :after ORDER BY seq LIMIT :look_max) AS looked
+JOIN oncebox_event AS event ON event.seq = looked.seq
+WHERE looked.state = 'PUBLISHED' AND looked.published_by = :worker
+ORDER BY looked.seq LIMIT :limit;
+
+-- name: newest_published_by
+SELECT event.event_id, event.event_type, event.ordering_key, event.partition_key, event.created_at,
+    looked.since, looked.published_by, looked.attempts, looked.replays, looked.seq
+FROM (SELECT * FROM oncebox_delivery WHERE seq > :after ORDER BY seq DESC LIMIT :look_max) AS looked
+JOIN oncebox_event AS event ON event.seq = looked.seq
+WHERE looked.state = 'PUBLISHED' AND looked.published_by = :worker
+ORDER BY looked.seq DESC LIMIT :limit;
+
+-- name: count_published_by
+SELECT count(*), max(seq) FROM oncebox_delivery
+WHERE seq > :after AND state = 'PUBLISHED' AND published_by = :worker;
+
 -- name: history
 SELECT replay, state, at, attempts, published_by FROM oncebox_history
 WHERE seq = (SELECT seq FROM oncebox_event WHERE event_id = :event_id) ORDER BY replay;
@@ -320,20 +341,17 @@ AND event.created_at >= :created_from
 AND event.created_at < :created_to
 
 -- name: if_eligible
--- SC-04, SC-11: the first of its key and due, or behind such a one with nothing in between that must wait.
+-- SC-04, SC-11: due, and its key lets it go: no event of the key is CLAIMED, and none before it must wait, or is DEAD and
+-- blocks. One walk along the lanes finds all of them; a question for each event would ask it of all others.
 AND delivery.state = 'PENDING'
 AND (delivery.available_at IS NULL OR delivery.available_at <= (SELECT now FROM oncebox_clock))
-AND (
-    delivery.turn IS NOT NULL
-    OR EXISTS (
-        SELECT 1 FROM oncebox_delivery AS head
-        WHERE head.turn IS NOT NULL AND head.seq = (
-            SELECT min(seq) FROM oncebox_delivery INDEXED BY oncebox_lane WHERE lane = delivery.lane))
-    AND NOT EXISTS (
-        SELECT 1 FROM oncebox_delivery AS earlier INDEXED BY oncebox_lane
-        WHERE earlier.lane = delivery.lane AND earlier.seq < delivery.seq
-            AND (earlier.state <> 'PENDING' OR earlier.available_at > (SELECT now FROM oncebox_clock)))
-)
+AND (delivery.lane IS NULL OR delivery.seq IN (
+    SELECT seq FROM (
+        SELECT seq, lane, max(state <> 'PENDING' OR available_at IS NOT NULL AND available_at > (SELECT now FROM oncebox_clock))
+            OVER (PARTITION BY lane ORDER BY seq) AS stopped
+        FROM oncebox_delivery INDEXED BY oncebox_lane WHERE lane IS NOT NULL)
+    WHERE NOT stopped AND lane NOT IN (
+        SELECT lane FROM oncebox_delivery INDEXED BY oncebox_held WHERE claim_id IS NOT NULL AND lane IS NOT NULL)))
 
 -- name: oldest_first
 AND delivery.seq > :after ORDER BY delivery.seq LIMIT :limit
@@ -347,10 +365,6 @@ SELECT
     (SELECT count(*) FROM oncebox_delivery) AS total,
     (SELECT count(*) FROM oncebox_delivery WHERE turn IS NOT NULL AND batch_max IS NULL) AS ready,
     (SELECT count(*) FROM oncebox_delivery WHERE turn IS NOT NULL AND batch_max IS NOT NULL) AS ready_suspects,
-    (SELECT count(*) FROM oncebox_delivery
-        WHERE turn IS NOT NULL AND batch_max IS NULL AND available_at > :now) AS delayed,
-    (SELECT count(*) FROM oncebox_delivery
-        WHERE turn IS NOT NULL AND batch_max IS NOT NULL AND available_at > :now) AS delayed_suspects,
     (SELECT count(*) FROM oncebox_claim AS claim, json_each(claim.seqs) AS held CROSS JOIN oncebox_delivery AS delivery
         WHERE delivery.seq = held.value AND delivery.claim_id = claim.claim_id) AS claimed,
     (SELECT count(*) FROM oncebox_delivery WHERE state = 'DEAD') AS dead,
@@ -367,10 +381,36 @@ SELECT
     (SELECT count(*) FROM oncebox_claim WHERE locked_until <= :now) AS expired_claims,
     (SELECT count(*) FROM oncebox_worker) AS workers;
 
--- name: parked
--- Events behind another of their key: how many, how many not yet due, how many suspect.
-SELECT count(*), coalesce(sum(available_at > :now), 0), coalesce(sum(batch_max IS NOT NULL), 0)
-FROM oncebox_delivery INDEXED BY oncebox_lane WHERE lane IS NOT NULL AND turn IS NULL AND state = 'PENDING';
+-- name: plain_waiting
+-- Events without a key that are not due: how many were never tried, how many were.
+SELECT coalesce(sum(attempts = 0), 0), coalesce(sum(attempts > 0), 0) FROM (
+    SELECT attempts, lane FROM oncebox_delivery INDEXED BY oncebox_ready
+    WHERE turn IS NOT NULL AND batch_max IS NULL AND available_at > :now
+    UNION ALL
+    SELECT attempts, lane FROM oncebox_delivery INDEXED BY oncebox_suspect
+    WHERE turn IS NOT NULL AND batch_max IS NOT NULL AND available_at > :now
+) WHERE lane IS NULL;
+
+-- name: keyed_waiting
+-- Events with a key, in one walk along the lanes: how many stand behind another one, how many of those are suspect; and of
+-- all, how many are held back by what. The longest reason counts: a DEAD event before it, then a delayed one, a retrying
+-- one, a CLAIMED one of its key.
+SELECT
+    coalesce(sum(turn IS NULL), 0) AS parked,
+    coalesce(sum(turn IS NULL AND batch_max IS NOT NULL), 0) AS parked_suspects,
+    coalesce(sum(dead), 0) AS blocked,
+    coalesce(sum(NOT dead AND delayed), 0) AS delayed,
+    coalesce(sum(NOT dead AND NOT delayed AND retrying), 0) AS retrying,
+    coalesce(sum(NOT dead AND NOT delayed AND NOT retrying AND lane IN (
+        SELECT lane FROM oncebox_delivery INDEXED BY oncebox_held WHERE claim_id IS NOT NULL AND lane IS NOT NULL)), 0) AS held
+FROM (
+    SELECT state, turn, lane, batch_max,
+        max(state = 'DEAD') OVER line AS dead,
+        max(state = 'PENDING' AND attempts = 0 AND available_at IS NOT NULL AND available_at > :now) OVER line AS delayed,
+        max(state = 'PENDING' AND attempts > 0 AND available_at IS NOT NULL AND available_at > :now) OVER line AS retrying
+    FROM oncebox_delivery INDEXED BY oncebox_lane WHERE lane IS NOT NULL
+    WINDOW line AS (PARTITION BY lane ORDER BY seq)
+) WHERE state = 'PENDING';
 
 -- name: begin_audit
 INSERT INTO oncebox_audit (at, who, action, why, what, affected) VALUES (:now, :who, :action, :why, :what, :affected);
@@ -443,11 +483,11 @@ DELETE FROM oncebox_event WHERE seq IN (
 -- name: settings
 SELECT name, value FROM oncebox_setting;
 
--- name: clear_settings
-DELETE FROM oncebox_setting;
+-- name: unset_setting
+DELETE FROM oncebox_setting WHERE name = :name;
 
 -- name: set_setting
-INSERT INTO oncebox_setting (name, value) VALUES (:name, :value);
+INSERT INTO oncebox_setting (name, value) VALUES (:name, :value) ON CONFLICT (name) DO UPDATE SET value = excluded.value;
 
 -- name: sign_on
 INSERT INTO oncebox_worker (worker_id, kind, host, pid, started_at, seen_at, details)
@@ -460,6 +500,44 @@ DELETE FROM oncebox_worker WHERE worker_id = :worker_id;
 -- name: workers
 SELECT worker_id, kind, host, pid, started_at, seen_at, details, now - seen_at
 FROM oncebox_worker CROSS JOIN oncebox_clock ORDER BY seen_at, worker_id;
+
+-- name: waiting_for
+-- How many PENDING events are of these types, among the first :limit that the indexes of what is not done yield, and
+-- how many were looked at. The bound is on the look, so that a backlog of millions costs no more than this.
+SELECT coalesce(sum(:types IS NULL OR event.event_type IN (SELECT value FROM json_each(:types))), 0), count(*)
+FROM (
+    SELECT seq FROM (SELECT seq FROM oncebox_delivery WHERE turn IS NOT NULL AND batch_max IS NULL LIMIT :limit)
+    UNION ALL
+    SELECT seq FROM (SELECT seq FROM oncebox_delivery WHERE turn IS NOT NULL AND batch_max IS NOT NULL LIMIT :limit)
+    UNION ALL
+    SELECT seq FROM (SELECT seq FROM oncebox_delivery INDEXED BY oncebox_lane
+        WHERE lane IS NOT NULL AND turn IS NULL AND state = 'PENDING' LIMIT :limit)
+    LIMIT :limit
+) AS pending JOIN oncebox_event AS event ON event.seq = pending.seq;
+
+-- name: expire_failing
+DELETE FROM oncebox_destination WHERE expires_at <= :now;
+
+-- name: report_failing
+-- Several workers report one destination: the first of them writes, and the others of the same minute change nothing.
+INSERT INTO oncebox_destination AS known
+    (relay, destination, reason, reported_by, failing_since, reported_at, expires_at, waiting, waiting_more)
+VALUES (:relay, :destination, :reason, :worker, :now, :now, :expires_at, :waiting, :more)
+ON CONFLICT (relay, destination) DO UPDATE
+SET reason = excluded.reason, reported_by = excluded.reported_by, reported_at = excluded.reported_at,
+    expires_at = max(known.expires_at, excluded.expires_at), waiting = excluded.waiting,
+    waiting_more = excluded.waiting_more
+WHERE known.reason <> excluded.reason OR known.reported_at <= :same_until
+RETURNING relay, destination, reason, reported_by, failing_since, reported_at, waiting, waiting_more;
+
+-- name: remove_failing
+DELETE FROM oncebox_destination
+WHERE relay = :relay AND destination IN (SELECT value FROM json_each(:destinations))
+RETURNING relay, destination, reason, reported_by, failing_since, reported_at, waiting, waiting_more;
+
+-- name: failing_destinations
+SELECT relay, destination, reason, reported_by, failing_since, reported_at, waiting, waiting_more
+FROM oncebox_destination WHERE expires_at > :now ORDER BY failing_since, relay, destination;
 
 -- name: last_seq
 -- Of all events ever, pruned ones included.
@@ -474,6 +552,11 @@ DELETE FROM oncebox_reader WHERE name = :name;
 
 -- name: readers
 SELECT name, position FROM oncebox_reader ORDER BY name;
+
+-- name: passed_by
+-- A position is the last seq that the reader has passed; what of that was pruned is not counted.
+SELECT (SELECT count(*) FROM oncebox_event WHERE seq > :after AND seq <= reader.position), reader.position
+FROM oncebox_reader AS reader WHERE reader.name = :name AND reader.position > :after;
 
 -- name: log_end
 -- One writer at a time: what has a seq is committed in the order of seq, and nothing comes below it.

@@ -3,7 +3,9 @@
 import difflib
 import json
 import os
+import shutil
 import sqlite3
+import tempfile
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,16 +14,19 @@ from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, cast
-from urllib.parse import parse_qsl, quote, unquote
+from urllib.parse import quote, unquote
 
 from .. import clock
-from ..config import Control, hidden_password, parse_duration
+from ..config import Control, parse_duration
 from ..errors import ForbiddenWrite, InvalidSetting, SchemaMissing, StoreError, StoreUnavailable
+from ..url import hidden_password, parse_url
 from . import sql
+from .base import Writable
 
 BUSY_TIMEOUT: Final = timedelta(seconds=30)
 BUSY_TIMEOUT_MAX: Final = timedelta(hours=1)
 SQL = sql.blocks("sqlite.sql")
+TRIED_BYTES: Final = 65_536  # that `try_write` writes
 NEVER = -1  # a time that no row has
 _ADVICE: Mapping[int, tuple[type[StoreError], str]] = {
     sqlite3.SQLITE_BUSY: (StoreUnavailable, "others write for longer than busy_timeout; try again, or raise it"),
@@ -34,6 +39,7 @@ _ADVICE: Mapping[int, tuple[type[StoreError], str]] = {
     sqlite3.SQLITE_NOTADB: (StoreError, "is no SQLite database; correct the path in the URL"),
     sqlite3.SQLITE_CORRUPT: (StoreError, "is damaged; restore it from a backup"),
     sqlite3.SQLITE_CONSTRAINT: (ForbiddenWrite, "the database refused the write"),
+    sqlite3.SQLITE_TOOBIG: (ForbiddenWrite, "the database refused the write"),
 }
 Row = tuple[Any, ...]
 
@@ -49,11 +55,11 @@ class Location:
     def parse(cls, url: str) -> "Location":
         """Read `sqlite:///relative.db` or `sqlite:////absolute.db`, with `?busy_timeout=5s` if need be."""
         rest, _, options = url.partition("?")
-        path = unquote(rest.removeprefix("sqlite:///"))
+        path, shown = unquote(rest.removeprefix("sqlite:///")), hidden_password(url)
         if path.startswith(":memory:") or rest in {"sqlite://", "sqlite:///"}:
-            raise InvalidSetting(f"{url!r} names no file, and in memory no second process could see it; {_URL_FORMS}")
+            raise InvalidSetting(f"{shown} names no file, and in memory no second process could see it; {_URL_FORMS}")
         if not rest.startswith("sqlite:///") or "\0" in path:
-            raise InvalidSetting(f"{url!r} names no file; {_URL_FORMS}")
+            raise InvalidSetting(f"{shown} names no file; {_URL_FORMS}")
         return cls(Path(path).absolute(), **_options(url, options))
 
     def __str__(self) -> str:
@@ -64,20 +70,33 @@ class Location:
         """Whether the file could be there, and is not."""
         return self.path.parent.is_dir() and not self.path.exists()
 
+    def try_write(self) -> Writable:
+        """Write a file beside this one, and remove it; how much room the disk has."""
+        free = shutil.disk_usage(self.path.parent).free
+        try:
+            with tempfile.TemporaryFile(dir=self.path.parent, buffering=0) as file:
+                file.write(b"x" * TRIED_BYTES)
+                os.fsync(file.fileno())
+        except PermissionError:
+            return Writable(says=f"this user may not write in {self.path.parent}, so no write was tried", free=free)
+        except OSError as error:
+            raise StoreUnavailable(f"{self.path.parent} takes no writes: {error.strerror}") from error
+        return Writable(says=f"{self.path.parent} takes writes", free=free)
+
 
 _URL_FORMS = "write sqlite:///relative.db or sqlite:////absolute/path.db"
 
 
 def _options(url: str, options: str) -> dict[str, timedelta]:
     """The settings after the question mark."""
-    given = dict(parse_qsl(options, keep_blank_values=True))
+    given = dict(parse_url(f"sqlite:?{options}").options)
     for name in given.keys() - {"busy_timeout"}:
         near = difflib.get_close_matches(name, ["busy_timeout"])
         hint = "did you mean" if near else "known:"
-        raise InvalidSetting(f"{hidden_password(url)!r}: unknown option {name!r}; {hint} busy_timeout")
+        raise InvalidSetting(f"{hidden_password(url)}: unknown option {name!r}; {hint} busy_timeout")
     durations = {name: parse_duration(value) for name, value in given.items()}
     if any(duration > BUSY_TIMEOUT_MAX for duration in durations.values()):
-        raise InvalidSetting(f"{url!r}: busy_timeout is longer than {BUSY_TIMEOUT_MAX}; give a shorter one")
+        raise InvalidSetting(f"busy_timeout is longer than {BUSY_TIMEOUT_MAX}; give a shorter one")
     return durations
 
 
@@ -98,6 +117,11 @@ class Session:
     def one(self, block: str, /, **values: object) -> Row | None:
         """The first row of a query, if there is one."""
         return cast("Row | None", self.run(block, **values).fetchone())
+
+    def named(self, block: str, /, **values: object) -> dict[str, Any]:
+        """The row of a query that always has one, by the names of its columns."""
+        cursor = self.run(block, **values)
+        return dict(zip((column[0] for column in cursor.description), cursor.fetchone(), strict=True))
 
     def value(self, block: str, /, **values: object) -> Any:
         """The value of a query that always has one."""

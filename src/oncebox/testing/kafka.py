@@ -10,7 +10,9 @@ It needs Java (`oncebox.spark.java` finds one) and the broker's jars (`jars.py` 
 
 import base64
 import contextlib
+import os
 import secrets
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ from .servers import MissingProgram, Server, ServerError, _connect, free_port
 
 _ANSWER_SECONDS_MAX = 30.0
 _JVM = ["-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"]
+_BATCH_HEAD = struct.Struct(">qi")  # the first offset of a batch, and how many bytes follow
 _LISTENER = "SASL_PLAINTEXT"
 _SECURE = "SASL_SSL"
 _SCRAM = "SCRAM-SHA-512"
@@ -114,6 +117,20 @@ class Kafka(Server):
         """Delete all that is in a partition now, as retention does."""
         (asked,) = self._admin_client().delete_records([TopicPartition(topic, partition, OFFSET_END)]).values()
         asked.result(_ANSWER_SECONDS_MAX)
+
+    def lose_records(self, topic: str, partition: int, offset: int) -> None:
+        """Cut the power, and lose the batches that begin at this offset or behind it; then start again."""
+        self.kill()
+        file = self.directory / "data" / f"{topic}-{partition}" / f"{0:020}.log"
+        with file.open("r+b") as log:
+            place = 0
+            while len(head := log.read(_BATCH_HEAD.size)) == _BATCH_HEAD.size:
+                first, length = _BATCH_HEAD.unpack(head)
+                if not length or first >= offset:
+                    break
+                place = log.seek(length, os.SEEK_CUR)
+            log.truncate(place)
+        self.start()
 
     def records(self, topic: str) -> list[Stored]:
         """All committed records of a topic up to now: by partition, then in their order."""

@@ -17,7 +17,7 @@ from .. import clock
 from ..config import Budget, Control, OnDead
 from ..event import TERMINAL, Claim, Dead, NewEvent, Published, Record, Released, Retry, State, Verdict
 from ..stores.base import SUSPECT_DIVISOR, OutboxStore, Query
-from .model import SETTLED_SECONDS, Hand, Known, Model
+from .model import REASONS, SETTLED_SECONDS, Hand, Known, Model
 
 WORKERS = ("ana", "bo", "cy")
 KEYS = (None, None, "red", "blue", "green")
@@ -340,7 +340,12 @@ class StoreMachine(RuleBasedStateMachine):
         pending = [known for known in events if known.state is State.PENDING]
         suspect, unsure = (sum(test(known) for known in pending) for test in (is_suspect, is_unsure))
         assert suspect <= stats.suspect <= suspect + unsure, "suspects are miscounted"
-        assert stats.delayed <= sum(known.waits or known.due_at > 0 for known in pending)
+        counted = {reason: getattr(stats, reason) for reason in REASONS}
+        reasons = [self.model.reason(known) for known in pending]
+        assert counted == {reason: reasons.count(reason) for reason in REASONS}, "the reasons to wait are miscounted"
+        eligible = [one.event.event_id for one in self.store.find(Query(eligible=True), limit=10_000)]
+        free = [known.event_id for known, reason in zip(pending, reasons, strict=True) if reason == "eligible"]
+        assert eligible == free, "the wrong events are eligible"
         blocked, held = self.model.blocked_keys(), self.model.held_keys()
         assert len(blocked - held) <= stats.blocked_keys <= len(blocked), "blocked keys are miscounted"
         assert stats.expired_claims == sum(hand.expired for hand in self.model.hands.values())

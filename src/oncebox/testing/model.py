@@ -17,6 +17,7 @@ from ..config import OnDead
 from ..event import Claim, Dead, Published, Released, Retry, State, Verdict
 
 SETTLED_SECONDS = 0.01  # the coarsest clock of a store has moved on by then
+REASONS = ("eligible", "held", "retrying", "delayed", "blocked")  # what `Stats` counts each PENDING event as
 
 
 @dataclass(slots=True)
@@ -87,6 +88,17 @@ class Model:
             if known.state is State.PENDING:
                 free.append(known)
         return free
+
+    def reason(self, known: Known) -> str:
+        """As what `Stats` counts this PENDING event: the reason to wait that lasts longest, of those that it has."""
+        line = [known] if known.key is None else self.line(known.key)
+        before = line[: line.index(known)]
+        waiting = [one for one in (*before, known) if one.state is State.PENDING and one.waits]
+        if any(one.blocks for one in before):
+            return "blocked"
+        if waiting:
+            return "retrying" if all(one.attempts for one in waiting) else "delayed"
+        return "held" if any(one.state is State.CLAIMED for one in line) else "eligible"
 
     def allowed(self) -> list[Known]:
         """All that somebody may claim now."""

@@ -18,6 +18,7 @@ from .claims import ClaimsConformance
 from .control import ControlConformance
 from .counts import CountsConformance
 from .deliveries import DeliveriesConformance
+from .destinations import DestinationsConformance
 from .leases import LeasesConformance
 from .lifecycle import LifecycleConformance
 from .lives import LivesConformance
@@ -46,6 +47,7 @@ class StoreCore(
     OperationsConformance,
     CountsConformance,
     ControlConformance,
+    DestinationsConformance,
     LogConformance,
     TamperingConformance,
 ):

@@ -1,5 +1,7 @@
 """Rows that relays and operators share: settings, living workers, readers of the event log."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -12,6 +14,8 @@ from . import given
 from .base import Conformance
 
 requirement = pytest.mark.requirement
+
+ROUNDS = 20
 
 
 def worker(name: str, **fields: object) -> Worker:
@@ -50,6 +54,48 @@ class ControlConformance(Conformance):
         store.set_control(Control(paused=True, claim_max=3, lease=given.LEASE), audit_id=audit_id)
         store.set_control(Control(rate_max=2.0), audit_id=audit_id)
         assert store.control() == Control(rate_max=2.0)
+
+    @requirement("LR-002")
+    def test_a_change_leaves_the_settings_that_it_does_not_name(self, store: OutboxStore) -> None:
+        audit_id = given.audited(store)
+        store.change_control({"paused": True, "lease": given.LEASE}, audit_id=audit_id)
+        store.change_control({"claim_max": 3}, audit_id=audit_id)
+        assert store.control() == Control(paused=True, lease=given.LEASE, claim_max=3)
+        store.change_control({"lease": None, "on_dead": "skip"}, audit_id=audit_id)
+        store.change_control({}, audit_id=audit_id)
+        assert store.control() == Control(paused=True, claim_max=3, on_dead="skip")
+        assert given.affected(store, audit_id) == 4
+
+    @requirement("LR-002")
+    @pytest.mark.parametrize(
+        "changes", [{"claim_max": 0}, {"on_dead": "wait"}, {"speed": 3}, {"paused": True, "rate_max": -1}]
+    )
+    def test_a_change_that_is_wrong_changes_nothing(self, store: OutboxStore, changes: dict[str, object]) -> None:
+        store.change_control({"paused": False, "claim_max": 3}, audit_id=given.audited(store))
+        with pytest.raises(InvalidSetting):
+            store.change_control(changes, audit_id=given.audited(store))
+        assert store.control() == Control(claim_max=3)
+
+    @requirement("LR-002", "LC-10")
+    def test_two_operators_at_once_lose_no_change(self, store: OutboxStore, url: str) -> None:
+        other = self.open(url)
+        try:
+            for number in range(1, ROUNDS + 1):
+                changes = ({"paused": number % 2 == 1, "lease": None}, {"claim_max": number, "rate_max": number / 2})
+                together = threading.Barrier(2)
+
+                def change(place: int, changes=changes, together=together) -> None:  # type: ignore[no-untyped-def]
+                    mine = (store, other)[place]
+                    audit_id = given.audited(mine, "settings")
+                    together.wait(given.PATIENCE_SECONDS)
+                    mine.change_control(changes[place], audit_id=audit_id)
+
+                with ThreadPoolExecutor(2) as pool:
+                    list(pool.map(change, (0, 1)))
+                assert store.control() == Control(paused=number % 2 == 1, claim_max=number, rate_max=number / 2)
+            assert [entry.affected for entry in store.audit()] == [1] * 2 * ROUNDS
+        finally:
+            other.close()
 
     @requirement("LR-032")
     def test_a_worker_that_signed_on_is_among_the_living(self, store: OutboxStore) -> None:

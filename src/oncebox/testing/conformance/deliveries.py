@@ -3,7 +3,7 @@
 import pytest
 
 from ...event import Claim, Published, Released
-from ...stores.base import OutboxStore, Query, Receipt
+from ...stores.base import Extent, Order, OutboxStore, Query, Receipt
 from . import given
 from .base import Conformance
 
@@ -23,7 +23,7 @@ def replay_all(store: OutboxStore) -> None:
 
 
 class DeliveriesConformance(Conformance):
-    """`delivered` and `receipts`."""
+    """`delivered`, `receipts`, `published_by` and `count_published_by`."""
 
     def test_a_claim_that_was_finalized_as_published_is_delivered(self, store: OutboxStore) -> None:
         given.append(store, 3)
@@ -84,3 +84,29 @@ class DeliveriesConformance(Conformance):
         given.append(store, 2)
         given.claim(store, worker="worker", limit=1)
         assert receipts(store, "worker") == []
+
+    def test_what_one_worker_published_is_found_from_either_side(self, store: OutboxStore) -> None:
+        mine: list[Claim] = []
+        for worker in ("mine", "other", "mine/1", "mine"):
+            given.append(store, 3)
+            claims = given.claim(store, worker=worker)
+            given.publish(store, claims)
+            mine += claims if worker == "mine" else []
+        given.append(store, 2)
+        seqs = [claim.seq for claim in mine]
+        assert [one.seq for one in store.published_by("mine", after=0)] == seqs
+        assert [one.event_id for one in store.published_by("mine", after=seqs[1])] == given.ids(mine[2:])
+        assert [one.seq for one in store.published_by("mine", after=seqs[0], order=Order.NEWEST)] == seqs[:0:-1]
+        assert [one.seq for one in store.published_by("mine", after=0, order=Order.NEWEST, limit=2)] == seqs[:-3:-1]
+        assert [one.seq for one in store.published_by("mine", after=0, look_max=2)] == seqs[:2]
+        assert store.count_published_by("mine", after=seqs[1]) == Extent(events=4, last=seqs[-1])
+        assert store.count_published_by("mine", after=seqs[-1]) is None
+
+    @requirement("LC-11")
+    def test_what_is_replayed_is_published_again_only_when_it_is(self, store: OutboxStore) -> None:
+        given.append(store, 2)
+        given.deliver_all(store, worker="mine")
+        replay_all(store)
+        assert store.published_by("mine", after=0) == []
+        given.deliver_all(store, worker="mine")
+        assert [one.replays for one in store.published_by("mine", after=0)] == [1, 1]

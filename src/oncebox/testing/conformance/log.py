@@ -9,7 +9,7 @@ import pytest
 
 from ...errors import PositionGone
 from ...event import Event, State
-from ...stores.base import Horizon, OutboxStore
+from ...stores.base import Extent, Horizon, OutboxStore
 from . import given
 from .base import Conformance
 
@@ -143,6 +143,21 @@ class LogConformance(Conformance):
         pruned(store, 3)
         assert given.prune(store, published=NOW, dead=NOW) == 0
         assert end.last == store.log_end().pruned
+
+    def test_what_a_reader_has_passed_above_a_place_is_known(self, store: OutboxStore) -> None:
+        given.published(store, 5)
+        assert store.passed_by("stream", after=0) is None
+        store.set_reader("stream", "")
+        assert store.passed_by("stream", after=0) is None
+        first, *_, last = (record.seq for record in store.find())
+        store.set_reader("stream")
+        given.published(store, 2)
+        assert store.passed_by("stream", after=first) == Extent(events=4, last=last)
+        assert store.passed_by("stream", after=last) is None
+        pruned(store, 5)
+        assert store.passed_by("stream", after=0) == Extent(events=0, last=last)
+        store.set_reader("stream", "")
+        assert store.passed_by("stream", after=0) is None
 
     def test_the_log_of_another_outbox_has_another_mark(self, store: OutboxStore, url: str) -> None:
         again = self.open(url)

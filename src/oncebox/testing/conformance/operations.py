@@ -130,7 +130,8 @@ class OperationsConformance(Conformance):
     def test_an_empty_store_counts_nothing(self, store: OutboxStore) -> None:
         stats = store.stats()
         assert dict(stats.states) == dict.fromkeys(State, 0)
-        assert (stats.delayed, stats.suspect, stats.blocked_keys, stats.expired_claims, stats.workers) == (0,) * 5
+        assert (stats.eligible, stats.held, stats.retrying, stats.delayed, stats.blocked) == (0,) * 5
+        assert (stats.suspect, stats.blocked_keys, stats.expired_claims, stats.workers) == (0,) * 4
         assert (stats.oldest_pending, stats.oldest_claim, stats.paused) == (None, None, False)
 
     @requirement("SC-02")

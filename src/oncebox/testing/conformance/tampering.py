@@ -8,7 +8,7 @@ import pytest
 
 from ... import clock
 from ...errors import ForbiddenWrite
-from ...event import Dead, Published, State
+from ...event import EVENT_TYPE_MAX, Dead, Published, State
 from ...stores.base import OutboxStore
 from . import given
 from .base import Conformance, needs
@@ -38,6 +38,22 @@ IMMUTABLE = (
 
 # A store's table of attacks gives for each name the statements that try it: one way or several, each refused. They
 # may use {event_id}, {seq} and {token} of the victim, and {new_id}, a UUID that is not in the store.
+UNSENDABLE = {
+    "too many bytes": "t" * (EVENT_TYPE_MAX + 1),
+    "too many bytes for its characters": "é" * (EVENT_TYPE_MAX // 2 + 1),
+    "a tab": "order\tcreated",
+    "a line break": "order\ncreated",
+    "delete": "order\x7fcreated",
+    "a C1 control character": "order\x85created",
+    "a soft hyphen": "order\xadcreated",
+    "a zero-width space": "order\u200bcreated",
+    "a zero-width joiner": "order\u200dcreated",
+    "a right-to-left mark": "order\u200fcreated",
+    "a line separator": "order\u2028created",
+    "a word joiner": "order\u2060created",
+    "a byte order mark": "\ufefforder.created",
+    "a tag": "order\U000e0041created",
+}
 ATTACKS: dict[str, Attack] = {
     # births that are not PENDING, unclaimed, untried
     "born CLAIMED": Attack(State.PENDING, ("LC-20",)),
@@ -121,6 +137,26 @@ class TamperingConformance(Conformance):
             assert given.records(store) == before, filled
             assert store.verify() == []
         self.check_life_goes_on(store)
+
+    @requirement("EM-05")
+    @needs(sql_surface=True)
+    @pytest.mark.parametrize("event_type", UNSENDABLE.values(), ids=UNSENDABLE.keys())
+    def test_the_database_itself_refuses_a_type_that_no_broker_takes(
+        self, store: OutboxStore, url: str, event_type: str
+    ) -> None:
+        by_hand = self.insert_sql.format(event_id=clock.uuid7()).replace("'plain'", f"'{event_type}'")
+        with pytest.raises(ForbiddenWrite):
+            self.raw(url, by_hand)
+        assert given.records(store) == []
+
+    @requirement("EM-05")
+    @needs(sql_surface=True)
+    def test_the_database_takes_the_longest_type_that_a_broker_takes(self, store: OutboxStore, url: str) -> None:
+        types = ["t" * EVENT_TYPE_MAX, "é" * (EVENT_TYPE_MAX // 2), "注文.作成", "café-☕"]
+        for event_type in types:
+            by_hand = self.insert_sql.format(event_id=clock.uuid7()).replace("'plain'", f"'{event_type}'")
+            self.raw(url, by_hand)
+        assert [one.event.event_type for one in given.records(store)] == types
 
     def victim(self, store: OutboxStore, state: State) -> UUID:
         """An event in `state`, with every optional field, among others in every state, one of them replayed."""

@@ -58,6 +58,8 @@ class PublisherBase:
     large_bytes: ClassVar[int] = 3 * 1024 * 1024  # a payload that your broker takes, as large as you like
     oversized_bytes: ClassVar[int | None] = None  # a payload that the broker behind `limited_url` refuses
     routes: ClassVar[bool] = True  # False: the publisher has no option `destination`
+    illegal_type: ClassVar[str | None] = None  # an event type whose destination your broker can't have
+    illegal_template: ClassVar[str | None] = None  # a `destination` that it can't have for any event type
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -65,6 +67,8 @@ class PublisherBase:
             return
         traits = {name: getattr(cls, name) for name in ("has_broker", "spoils", "routes")}
         traits["limited"] = cls.oversized_bytes is not None
+        traits["illegal_types"] = cls.illegal_type is not None
+        traits["illegal_templates"] = cls.illegal_template is not None
         for name in dir(cls):
             for trait, wanted in getattr(getattr(cls, name), "needs", {}).items():
                 if traits.get(trait, getattr(cls.publisher_type.guarantees, trait, None)) != wanted:

@@ -130,6 +130,21 @@ class BatchesConformance(PublisherBase):
         finally:
             publisher.close()
 
+    @requirement("LC-09", "EM-06")
+    @needs(illegal_types=True)
+    def test_an_event_is_not_blamed_for_a_destination_that_the_broker_cannot_have(
+        self, url: str, publisher: Publisher, event_type: str
+    ) -> None:
+        """Another template could send it: so it waits, uncharged, and its reason says what to do."""
+        assert self.illegal_type is not None
+        claims = [given.claimed(event_type, b"0"), given.claimed(self.illegal_type), given.claimed(event_type, b"2")]
+        outcomes = publisher.publish(claims, given.long())
+        assert (outcomes[0], outcomes[2]) == (None, None)
+        (failure,) = given.failures(outcomes)
+        assert (failure.scope, failure.charged) == (Scope.DESTINATION, False)
+        assert "destination=" in failure.error
+        assert sorted(given.numbers(self.arrived(url, publisher, event_type))) == [0, 2]
+
     @requirement("LC-18")
     def test_an_event_that_cannot_be_written_down_harms_no_other(
         self, url: str, publisher: Publisher, event_type: str

@@ -1,6 +1,7 @@
 """What arrives is what was written: payloads, headers, keys, destinations."""
 
 from itertools import pairwise
+from urllib.parse import quote
 
 import pytest
 
@@ -167,6 +168,13 @@ class ContentConformance(PublisherBase):
     def test_a_template_that_leads_nowhere_is_refused_at_once(self, template: str, url: str) -> None:
         with pytest.raises(InvalidSetting):
             self.publisher_type.open(with_option(url, f"destination={template}"))
+
+    @requirement("EM-06")
+    @needs(illegal_templates=True)
+    def test_a_template_that_no_event_type_makes_legal_is_refused_at_once(self, url: str) -> None:
+        assert self.illegal_template is not None
+        with pytest.raises(InvalidSetting, match="no event can be sent to the destination"):
+            self.publisher_type.open(with_option(url, f"destination={quote(self.illegal_template)}"))
 
     def test_an_option_that_it_does_not_know_is_refused_at_once(self, url: str) -> None:
         with pytest.raises(InvalidSetting, match="unknown option 'destnation'"):

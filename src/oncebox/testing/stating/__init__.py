@@ -13,6 +13,7 @@ What a store does not promise, and what it has no server for, is not collected.
 from . import rewriting  # noqa: F401 - before the parts whose assertions it explains
 from .base import DatabaseServer, StateBase, needs
 from .entries import EntriesConformance
+from .leaders import LeadersConformance
 from .lending import LendingConformance
 from .machine import MachineConformance
 from .owners import OwnersConformance
@@ -25,6 +26,7 @@ __all__ = ["DatabaseServer", "StateBase", "StateConformance", "needs"]
 class StateConformance(
     EntriesConformance,
     OwnersConformance,
+    LeadersConformance,
     LendingConformance,
     MachineConformance,
     ProcessesConformance,

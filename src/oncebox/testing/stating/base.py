@@ -38,6 +38,7 @@ class StateBase:
 
     state_type: ClassVar[type[StateStore]]
     has_server: ClassVar[bool] = False  # True: give `own_server`, `own_url` and `absent_url`
+    can_set_back: ClassVar[bool] = False  # True: give `set_back`
     bad_urls: ClassVar[tuple[str, ...]] = ()  # URLs with your scheme that `open` refuses
     large_bytes: ClassVar[int] = 5 * 1024 * 1024
 
@@ -69,6 +70,10 @@ class StateBase:
     def absent_url(self) -> str:
         """Give the URL, with a password, of a server that is not there."""
         raise NotImplementedError(f"{type(self).__name__} needs a fixture `absent_url`, or `has_server = False`")
+
+    def set_back(self, url: str, processor: str, number: int) -> None:
+        """Take one from the epoch of a partition in the store itself, as a restored backup or a failover does."""
+        raise NotImplementedError(f"{type(self).__name__} needs `set_back`, or `can_set_back = False`")
 
     @pytest.fixture
     def store(self, url: str) -> Iterator[StateStore]:

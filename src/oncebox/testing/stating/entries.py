@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 
 from ... import clock
-from ...errors import InvalidSetting
-from ...states.base import KEY_BYTES_MAX, SWEEP_MAX, Space, StatePartition, StateStore, Write
+from ...errors import ChangeRefused
+from ...states.base import KEY_BYTES_MAX, SWEEP_MAX, Space, StatePartition, StateStore, StateView, Write
 from .base import StateBase, entries, own, patiently, put
 
 requirement = pytest.mark.requirement
@@ -93,7 +93,7 @@ class EntriesConformance(StateBase):
         partition.commit([put(key, b"x")])
         assert partition.get(Space.STATE, [key]) == {key: b"x"}
         for bad in (b"", key + b"x"):
-            with pytest.raises(InvalidSetting):
+            with pytest.raises(ChangeRefused):
                 partition.commit([put(b"with it", b"x"), put(bad, b"x")])
         assert list(entries(partition)) == [key]
 
@@ -148,6 +148,21 @@ class EntriesConformance(StateBase):
         assert partition.writes(Space.STATE, after=b"a", limit=1) == made[1:2]
         with closing(store.look("totals", 0)) as view:
             assert view.writes(Space.STATE) == made
+
+    def test_it_is_known_when_an_entry_expires(self, url: str, store: StateStore) -> None:
+        """Of just these keys, whatever lies between them; also by the next owner, and by the contract's own way."""
+        future = clock.now() + LONG
+        keys = [b"a", b"a\0", b"a\xff", b"b", b"b" * KEY_BYTES_MAX, b"\0", b"\xff\xff"]
+        with closing(own(store)) as partition:
+            partition.commit([put(key, b"x") for key in [*keys, b"aa", b"a\xff\xff"]])
+            assert partition.lifetimes(Space.STATE, keys) == dict.fromkeys(keys)
+            timed = dict(zip(keys, [future, None] * len(keys), strict=False))
+            partition.commit([Write(Space.STATE, key, b"x", time) for key, time in timed.items()])
+            partition.commit([Write(Space.STATE, b"gone", b"x", clock.now() - LONG)])
+            assert partition.lifetimes(Space.STATE, [*keys, b"gone"]) == timed
+        with closing(self.state_type.open(url)) as anew, closing(own(anew)) as partition:
+            assert partition.lifetimes(Space.STATE, [*keys, b"gone"]) == timed
+            assert StateView.lifetimes(partition, Space.STATE, [*keys, b"gone"]) == timed
 
     def test_removing_the_expired_leaves_all_others_alone(self, partition: StatePartition) -> None:
         """Also when they are many, and when those who stay lie between them."""

@@ -6,7 +6,7 @@ import pytest
 
 from ...errors import Fenced, InvalidSetting, PartitionsChanged, StateUnavailable, UsageError
 from ...states.base import Space, StatePartition, StateStore, Write
-from .base import StateBase, entries, own, put
+from .base import StateBase, entries, needs, own, put
 
 requirement = pytest.mark.requirement
 
@@ -34,6 +34,28 @@ class OwnersConformance(StateBase):
                 assert entries(newer, Space.CHECKPOINTS) == {}
             with pytest.raises(Fenced):
                 older.commit([put(b"key", b"zombie")])
+
+    @needs(can_set_back=True)
+    def test_of_two_owners_with_the_same_epoch_the_former_is_fenced(self, url: str, store: StateStore) -> None:
+        """After a restore or a failover an epoch is given a second time; the owner tells them apart."""
+        with closing(store.own("totals", 0, 2, owner="before")) as older:
+            older.commit([put(b"key", b"older")])
+            self.set_back(url, "totals", 0)
+            with closing(store.own("totals", 0, 2, owner="after")) as newer:
+                assert newer.epoch == older.epoch
+                with pytest.raises(Fenced):
+                    older.commit([put(b"key", b"zombie", space) for space in Space])
+                with pytest.raises(Fenced):
+                    older.commit([])
+                if self.state_type.capabilities.lends:
+                    with pytest.raises(Fenced):
+                        older.commit([put(b"key", b"zombie")], also=[lambda _: None])
+                    with pytest.raises(Fenced):
+                        older.lend()
+                    older.rollback()
+                newer.commit([put(b"other", b"newer")])
+                assert entries(newer) == {b"key": b"older", b"other": b"newer"}
+                assert entries(newer, Space.CHECKPOINTS) == {}
 
     def test_another_partition_has_an_owner_of_its_own(self, store: StateStore) -> None:
         with closing(own(store, number=0)) as first, closing(own(store, number=1)) as second:

@@ -1,0 +1,128 @@
+"""A relay that is alive is working: it keeps its row, signs on again when it was removed, and ends with a reason."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from oncebox.errors import OnceboxError, SchemaMissing, StoreUnavailable
+from oncebox.relay.presence import Presence, PresenceFailed
+from oncebox.stores.base import OutboxStore
+from oncebox.testing.proxy import Proxy
+from tests.relay.stage import BRIEF, Stage, patiently, warnings
+
+
+@contextmanager
+def present(presence: Presence) -> Iterator[None]:
+    """The thread that gives signs of life."""
+    stop = threading.Event()
+    thread = threading.Thread(target=presence.run, args=(stop,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(60)
+
+
+def ids(stage: Stage) -> set[str]:
+    return {worker.worker_id for worker in stage.store.workers() if worker.kind == "relay"}
+
+
+@pytest.mark.requirement("LR-052")
+def test_a_relay_that_was_removed_signs_on_again_and_its_worker_goes_on(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    relay = stage.presence(timing=BRIEF)
+    first = relay.worker_id
+    with stage.reaping(), stage.working(stage.publisher(), relay=first) as work, present(relay):
+        stage.append(2)
+        stage.until_states(PUBLISHED=2)
+        stage.store.sign_off(first)  # as a reaper of another machine does after a long silence
+        patiently(lambda: relay.worker_id != first)
+        patiently(lambda: ids(stage) == {relay.worker_id})
+        stage.append(2)
+        stage.until_states(PUBLISHED=4)
+        assert not work.ended
+        assert any(first in line and relay.worker_id in line for line in warnings(caplog.records))
+
+
+def test_a_worker_whose_relay_is_away_claims_nothing_and_does_not_end(stage: Stage) -> None:
+    relay = stage.presence(timing=BRIEF)
+    with stage.reaping(), stage.working(stage.publisher(), relay=relay.worker_id) as work:
+        stage.store.sign_off(relay.worker_id)
+        patiently(lambda: work.worker._heartbeat.orders.orphaned)
+        stage.append(2)
+        with present(relay):
+            stage.until_states(PUBLISHED=2)
+        assert not work.ended
+
+
+def test_its_row_says_how_long_it_may_be_silent(stage: Stage) -> None:
+    stage.presence(timing=BRIEF)
+    (row,) = [worker for worker in stage.store.workers() if worker.kind == "relay"]
+    assert row.details["lease"] == 2.0
+    assert row.details["heartbeat"] == 0.3
+    assert row.details["silence"] == 6.0
+
+
+def test_an_outage_of_the_store_ends_nothing(postgresql_stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    stage = postgresql_stage
+    with Proxy(stage.port) as proxy:
+        relay = stage.presence(timing=BRIEF, store=stage.open(proxy.url(stage.url)))
+        with present(relay):
+            proxy.reset()
+            patiently(lambda: any("cannot report" in line for line in warnings(caplog.records)))
+            patiently(lambda: _says_silence(relay, caplog))
+            stage.store.sign_off(relay.worker_id)
+            proxy.heal()
+            patiently(lambda: ids(stage))
+            relay.check()
+
+
+def _says_silence(relay: Presence, caplog: pytest.LogCaptureFixture) -> bool:
+    relay.check()
+    return any("has not answered for" in line for line in warnings(caplog.records))
+
+
+def test_a_store_that_cannot_be_opened_at_first_is_opened_later(stage: Stage) -> None:
+    """As with a server that has no connection left: the thread must not die of it."""
+    failures = iter([StoreUnavailable("too many clients"), StoreUnavailable("too many clients")])
+
+    def opens() -> OutboxStore:
+        for failure in failures:
+            raise failure
+        return stage.open()
+
+    relay = Presence(opens, "relay/late", BRIEF, {})
+    relay.begin(stage.store)
+    with present(relay):
+        patiently(lambda: relay._store is not None)
+        stage.store.sign_off("relay/late")
+        patiently(lambda: ids(stage) == {"relay/late.2"})
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(SchemaMissing("the schema was dropped"), SchemaMissing), (LookupError("x"), PresenceFailed)]
+)
+def test_what_no_waiting_helps_is_raised_where_the_relay_is_supervised(
+    stage: Stage, error: Exception, raised: type[OnceboxError]
+) -> None:
+    def opens() -> OutboxStore:
+        raise error
+
+    relay = Presence(opens, "relay/ended", BRIEF, {})
+    relay.begin(stage.store)
+    with present(relay):
+        patiently(lambda: relay._failure)
+    with pytest.raises(raised, match=str(error)):
+        relay.check()
+
+
+def test_a_relay_that_ends_removes_all_its_rows(stage: Stage) -> None:
+    relay, other = stage.presence(), stage.presence()
+    relay.announce_stop(stage.store)
+    assert len(ids(stage)) == 3
+    relay.end(stage.store)
+    assert ids(stage) == {other.worker_id}

@@ -1,0 +1,249 @@
+"""A task waits for an absent store, a dead JVM is named, a drain counts what it leaves; no Spark runs here."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from py4j.protocol import Py4JError, Py4JNetworkError  # type: ignore[import-untyped]
+from pyspark import SparkContext
+from pyspark.errors import PySparkException
+
+from oncebox import OutboxStore, State, clock
+from oncebox.config import Timing
+from oncebox.relay.settings import RelaySettings
+from oncebox.relay.worker import Parts
+from oncebox.spark import shifts
+from oncebox.spark.driver import Left, Plan, SparkRelay
+from oncebox.spark.jvm import JvmGone, jvm_watched
+from oncebox.spark.line import RESTART_MIN, Line
+from oncebox.spark.processing import Work, _run
+from oncebox.spark.shifts import Shift, Ticket, _work
+from oncebox.stores.base import Stats
+from oncebox.testing.proxy import Proxy
+from tests.relay.stage import Stage
+from tests.spark.steps import fill, opened, published, until
+
+TICKET = Ticket(run="run", ticket=1, task=0, again=False)
+TIMING = Timing(
+    lease=timedelta(seconds=3),
+    heartbeat=timedelta(milliseconds=500),
+    reaper_interval=timedelta(seconds=1),
+    shutdown_timeout=timedelta(seconds=3),
+)
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    with Proxy() as between:
+        yield between
+
+
+@pytest.fixture
+def store(postgresql_url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[OutboxStore]:
+    """Through the proxy the tasks see it; what a former test kept for its tasks is forgotten."""
+    proxy.target = int(postgresql_url.rpartition(":")[2].partition("/")[0])
+    kept: dict[tuple[str, str], Parts] = {}
+    monkeypatch.setattr(shifts, "_kept", kept)
+    with opened(postgresql_url) as store:
+        yield store
+    for parts in kept.values():
+        parts.store.close()
+        parts.heartbeat_store.close()
+
+
+def shift_at(url: str, seconds: float, *, drain: bool = False) -> Shift:
+    return Shift(
+        store=url,
+        to="null:",
+        settings=RelaySettings(timing=TIMING),
+        relay_id="relay/test",
+        query=0,
+        queries=1,
+        tasks=1,
+        length=timedelta(seconds=seconds),
+        drain=drain,
+        receipts=False,
+    )
+
+
+def test_a_shift_whose_store_is_away_ends_without_a_failure(
+    store: OutboxStore, postgresql_url: str, proxy: Proxy
+) -> None:
+    """A task that fails makes its query fail, which pauses beyond the outage."""
+    proxy.reset()
+    assert list(_work(shift_at(proxy.url(postgresql_url), 1.0), TICKET)) == []
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_shift_that_begins_in_an_outage_works_after_it(
+    store: OutboxStore, postgresql_url: str, proxy: Proxy, tmp_path: Path, again: bool
+) -> None:
+    fill(store, 20)
+    proxy.reset()
+    stage = Stage(postgresql_url, tmp_path, store)
+    relay = stage.presence(timing=TIMING)
+    work = shift_at(proxy.url(postgresql_url), 10.0)
+    work = Shift(**{**{name: getattr(work, name) for name in Shift.__slots__}, "relay_id": relay.worker_id})
+    thread = threading.Thread(target=lambda: list(_work(work, TICKET._replace(again=again))))
+    with stage.reaping():
+        thread.start()
+        thread.join(1.5)
+        assert published(store) == 0
+        proxy.heal()
+        until(lambda: published(store) == 20)
+        relay.announce_stop(store)
+        thread.join(60)
+        assert not thread.is_alive()
+    for opened_store in stage.opened:
+        opened_store.close()
+
+
+def test_a_processors_task_whose_state_is_away_ends_without_a_failure(
+    store: OutboxStore, postgresql_url: str, proxy: Proxy
+) -> None:
+    proxy.reset()
+    away = proxy.url(postgresql_url)
+    work = Work(
+        app="tests.outages.handlers:app",
+        source=f"outbox+{away}",
+        state=away,
+        emit=None,
+        tasks=1,
+        length=timedelta(seconds=1),
+        drain=False,
+    )
+    assert list(_run(work, TICKET)) == []
+
+
+# --- the JVM ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def jvm(monkeypatch: pytest.MonkeyPatch) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process in the JVM's place."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        monkeypatch.setattr(SparkContext, "_gateway", SimpleNamespace(proc=process))
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    "error", [Py4JNetworkError("Answer from Java side is empty"), ConnectionRefusedError("refused")]
+)
+def test_what_a_dead_jvm_raises_names_its_end(jvm: "subprocess.Popen[bytes]", error: Exception) -> None:
+    jvm.kill()
+    with pytest.raises(JvmGone, match=f"process {jvm.pid}.* was killed by SIGKILL"), jvm_watched():
+        raise error
+
+
+def test_a_jvm_that_is_about_to_end_is_waited_for(jvm: "subprocess.Popen[bytes]") -> None:
+    """Its sockets close before its process has ended."""
+    threading.Timer(0.3, jvm.kill).start()
+    with pytest.raises(JvmGone, match="was killed by SIGKILL"), jvm_watched():
+        raise Py4JError("An error occurred while calling o89.recentProgress")
+
+
+@pytest.mark.parametrize("error", [LookupError("x"), Py4JError("An error occurred while calling o89.recentProgress")])
+def test_what_a_living_jvm_raises_passes(jvm: "subprocess.Popen[bytes]", error: Exception) -> None:
+    with pytest.raises(type(error)), jvm_watched():
+        raise error
+
+
+def test_a_jvm_of_another_process_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SparkContext, "_gateway", None)
+    with pytest.raises(JvmGone, match="no longer answers"), jvm_watched():
+        raise ConnectionRefusedError
+
+
+# --- the end of a drain -----------------------------------------------------------------------------------------------
+
+
+def stats(pending: dict[str, int], claimed: int = 0) -> Stats:
+    reasons = {name: pending.get(name, 0) for name in ("eligible", "held", "retrying", "delayed", "blocked")}
+    states = {State.PENDING: sum(reasons.values()), State.CLAIMED: claimed, State.PUBLISHED: 0, State.DEAD: 0}
+    return Stats(
+        states=states,
+        **reasons,
+        suspect=0,
+        blocked_keys=0,
+        oldest_pending=None,
+        oldest_claim=None,
+        expired_claims=0,
+        workers=0,
+        paused=False,
+    )
+
+
+@pytest.mark.parametrize("reason", ["eligible", "held", "retrying"])
+def test_what_a_relay_could_finish_is_left(reason: str) -> None:
+    assert Left.by(stats({reason: 3})).number == 3
+
+
+def test_what_others_hold_is_left() -> None:
+    assert Left.by(stats({}, claimed=2)).number == 2
+
+
+def test_what_is_not_due_or_behind_a_dead_event_is_no_work() -> None:
+    left = Left.by(stats({"delayed": 3, "blocked": 4}))
+    assert (left.delayed, left.blocked, left.number) == (3, 4, 0)
+
+
+# --- pauses -----------------------------------------------------------------------------------------------------------
+
+
+class Query:
+    """A query of Spark that has failed."""
+
+    isActive = False  # noqa: N815 - Spark's name
+    recentProgress: tuple[()] = ()  # noqa: N815
+
+    def exception(self) -> str:
+        return "it failed"
+
+
+def test_a_query_that_cannot_start_yet_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when all Python processes of Spark were killed."""
+    relay = SparkRelay(None, "sqlite:///x.db", "null:", RelaySettings(timing=TIMING), Plan())  # type: ignore[arg-type]
+    line = relay._lines[0]
+    failures = iter([PySparkException("no Python worker"), PySparkException("no Python worker")])
+    started: list[float] = []
+
+    def start(self: Line) -> None:
+        for failure in failures:
+            raise failure
+        started.append(clock.monotonic())
+
+    now = [0.0]
+    monkeypatch.setattr("oncebox.clock.monotonic", lambda: now[0])
+    monkeypatch.setattr(Line, "start", start)
+    line.query = Query()  # type: ignore[assignment]
+    while not started:
+        now[0] += 0.1
+        line.supervise()
+        assert now[0] < 60
+
+
+def test_a_query_that_fails_again_and_again_is_started_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("oncebox.clock.monotonic", lambda: now[0])
+    relay = SparkRelay(None, "sqlite:///x.db", "null:", RelaySettings(timing=TIMING), Plan())  # type: ignore[arg-type]
+    line = relay._lines[0]
+    starts: list[float] = []
+
+    def start(self: Line) -> None:
+        starts.append(now[0])
+        self._restart_at = None
+
+    monkeypatch.setattr(Line, "start", start)
+    line.query = Query()  # type: ignore[assignment]
+    while len(starts) < 8:
+        now[0] += 0.1
+        line.supervise()
+    pauses = [later - earlier for earlier, later in pairwise(starts)]
+    assert max(pauses) <= max(RESTART_MIN, TIMING.reaper_interval.total_seconds()) + 0.3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from oncebox.testing.servers import PostgreSQL
 
-from . import costs, database, delivery, machine, processing, relay, report, sqlite, statements, writing
+from . import costs, database, delivery, idle, machine, processing, relay, report, sqlite, statements, writing
 from .results import Result
 from .scale import FULL, QUICK, Scale
 
@@ -27,14 +27,20 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "writing": writing.writing,
     "terminal": costs.terminal,
     "blocked": costs.blocked,
+    "waiting": costs.waiting,
+    "suspects": costs.suspects,
     "lanes": costs.lanes,
     "heartbeat": costs.heartbeat,
+    "prune": costs.prune,
+    "look": idle.look,
+    "stats": costs.stats,
     "sqlite": sqlite.sqlite,
     "statements": statements.statements,
     "relay": relay.relay,
     "brokers": relay.brokers,
     "latency": relay.latency,
     "cold": relay.cold,
+    "idle": idle.idle,
     "processing": processing.processing,
     "keys": processing.keys,
 }

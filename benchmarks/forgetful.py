@@ -29,11 +29,19 @@ class Nothing(StatePartition):
         return {}
 
     def scan(
-        self, space: Space, prefix: bytes = b"", *, after: bytes | None = None, limit: int = 1_000
+        self,
+        space: Space,
+        prefix: bytes = b"",
+        *,
+        after: bytes | None = None,
+        limit: int = 1_000,
+        bytes_max: int | None = None,
     ) -> list[tuple[bytes, bytes]]:
         return []
 
-    def writes(self, space: Space, *, after: bytes | None = None, limit: int = 1_000) -> list[Write]:
+    def writes(
+        self, space: Space, *, after: bytes | None = None, limit: int = 1_000, bytes_max: int | None = None
+    ) -> list[Write]:
         return []
 
     def commit(self, writes: Sequence[Write], *, also: Sequence[Action] = ()) -> None:

@@ -43,6 +43,7 @@ SKEW = 0.99  # what YCSB draws keys with, unless it is told otherwise
 SCATTER = 7_368_787  # a prime, so each rank has a key of its own
 Draw = Callable[[random.Random, int], int]
 SHORTFALL = "The broker, the JVM, the tasks and a state store that is a server share two cores."
+KEPT_BARS = {"evenly": 2.0, "skewed": 1.5}  # of many keys, against few
 KEPT_SHORTFALL = {  # measured batch by batch, in turns
     "sqlite": (
         "In one process without Spark, an event with few keys takes 19 µs; with many it takes 5 more to read a page "
@@ -341,7 +342,7 @@ def _kept_results(kind: str, turns: list[Turn], number: int) -> list[Result]:
             figures=[1e6 / each.rate for each in runs],
             baseline=[1e6 / turn.few.rate for turn in turns],
             baseline_is="10,000 keys",
-            bar=Bar(1.5, at_most=True),
+            bar=Bar(KEPT_BARS[how], at_most=True),
             shortfall=KEPT_SHORTFALL[kind],
         )
         for how, runs in spread.items()

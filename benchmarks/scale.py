@@ -19,7 +19,9 @@ class Scale:
     delivered: int  # events of one delivery round
     passed: int  # events that pass while a transaction is held open
     terminal: int  # rows behind a claim
+    published: int  # events that are counted
     blocked: int  # events behind a blocked key
+    waiting: int  # keys that wait beside those that are claimed
     lanes: int  # keys with an event each, where the number of keys is what is looked at
     written: int  # events of one round of add_many
     written_singly: int  # transactions of one round of add
@@ -28,6 +30,7 @@ class Scale:
     delivered_sqlite: int
     relayed: int  # events of one round of the relay on Spark
     latency_events: int  # at 20 a second
+    idle: int  # seconds in which an idle relay is watched, after as many that are not
     rounds_processed: int
     processed: int  # events of one round of the processor on Spark
     processed_keys: int
@@ -43,7 +46,9 @@ FULL = Scale(
     delivered=200_000,
     passed=500_000,
     terminal=5_000_000,
+    published=10_000_000,
     blocked=50_000,
+    waiting=300_000,
     lanes=1_000_000,
     written=100_000,
     written_singly=500,
@@ -52,6 +57,7 @@ FULL = Scale(
     delivered_sqlite=100_000,
     relayed=300_000,
     latency_events=1_200,
+    idle=60,
     rounds_processed=2,
     processed=1_000_000,
     processed_keys=10_000,
@@ -66,7 +72,9 @@ QUICK = Scale(
     delivered=10_000,
     passed=25_000,
     terminal=250_000,
+    published=500_000,
     blocked=2_500,
+    waiting=15_000,
     lanes=50_000,
     written=5_000,
     written_singly=25,
@@ -75,6 +83,7 @@ QUICK = Scale(
     delivered_sqlite=5_000,
     relayed=15_000,
     latency_events=60,
+    idle=5,
     rounds_processed=1,
     processed=20_000,
     processed_keys=10_000,

@@ -8,5 +8,5 @@ copy, and whatever turns red is a witness. A fault without a witness is a hole i
     suites.py     which tests may notice
     trial.py      copy, plant, run, look
     witness.py    the pytest plugin that runs inside the copy and writes down what turned red
-    report.py     lines for people, JSON, and docs/faults.md
+    report.py     lines for people, JSON, and docs/faults.md, which tells the next run whom to ask first
 """

@@ -15,7 +15,7 @@ from . import report
 from .catalogue import FAULTS
 from .fault import Fault
 from .suites import SUITES, Suite
-from .trial import Bench, Trial
+from .trial import WITNESSES, Bench, Trial
 
 ROOT = Path(__file__).resolve().parent.parent
 JSON = ROOT / "build" / "faults.json"
@@ -30,9 +30,12 @@ def main(arguments: Sequence[str], *, faults: Sequence[Fault] = FAULTS, bench: B
         print(report.listed(chosen))
         return 0
     with bench.copy() as tree, ThreadPoolExecutor(options.jobs) as pool:
-        still = replace(bench, root=tree)  # the same source for all of them, whatever is edited meanwhile
-        trials = [shown(trial) for trial in pool.map(still.attempt, chosen)]
-        trials, red_anyway = checked(still, trials, pool)
+        known = {**report.known_witnesses(PAGE.read_text("utf-8")), **bench.witnesses}
+        # The same source for all of them, whatever is edited meanwhile.
+        still = replace(bench, root=tree, red_max=options.witnesses, witnesses=known)
+        if len(chosen) > options.jobs:
+            still = still.compile(chosen)
+        trials, red_anyway = judged(still, chosen, pool)
     for test in red_anyway:
         print(f"red without any fault, so no witness: {test}")
     print(report.summary(trials))
@@ -54,6 +57,9 @@ def parser(faults: Sequence[Fault]) -> argparse.ArgumentParser:
     )
     shown.add_argument("--store", choices=stores, help="the faults of one store only")
     shown.add_argument("--list", action="store_true", help="show the faults, and plant none")
+    shown.add_argument(
+        "--witnesses", type=int, default=WITNESSES, metavar="N", help="end a trial at the Nth red test (%(default)s)"
+    )
     shown.add_argument("--jobs", type=int, default=2, help="how many at once (%(default)s)")
     shown.add_argument(
         "--merge",
@@ -90,15 +96,25 @@ def shown(trial: Trial) -> Trial:
     return trial
 
 
-def checked(bench: Bench, trials: Sequence[Trial], pool: ThreadPoolExecutor) -> tuple[list[Trial], list[str]]:
-    """Strike off the witnesses that are red on an unbroken copy too; return what is left, and which those are."""
+def judged(bench: Bench, faults: Sequence[Fault], pool: ThreadPoolExecutor) -> tuple[list[Trial], list[str]]:
+    """Plant these faults; return what became of each, and the tests that are red on an unbroken copy too.
+
+    Such a test is no witness. A fault that no other test had noticed by then is planted once more, without them.
+    """
+    trials = [shown(trial) for trial in pool.map(bench.attempt, faults)]
     accused: dict[Suite, set[str]] = defaultdict(set)
     for trial in trials:
         accused[trial.fault.suite] |= {one.test for one in trial.red}
     asked = [(suite, tests) for suite, tests in accused.items() if tests]
-    found = pool.map(lambda pair: bench.red_anyway(*pair), asked)
+    found = pool.map(lambda pair: bench.red_without_a_fault(*pair), asked)
     red_anyway = sorted(test for tests in found for test in tests)
-    return [trial.without(red_anyway) for trial in trials], red_anyway
+    kept = {trial.fault.name: trial.without(red_anyway) for trial in trials}
+    robbed = [trial.fault for trial in trials if trial.red and not kept[trial.fault.name].red]
+    if robbed:
+        again, more = judged(replace(bench, red_anyway=[*bench.red_anyway, *red_anyway]), robbed, pool)
+        kept |= {trial.fault.name: trial for trial in again}
+        red_anyway += more
+    return list(kept.values()), red_anyway
 
 
 def keep(trials: Sequence[Trial], known_before: Sequence[Trial], path: Path, faults: Sequence[Fault]) -> None:

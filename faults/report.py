@@ -1,8 +1,10 @@
 """What the trials showed: a line for people, JSON, and the page."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 from .fault import Fault
@@ -14,10 +16,16 @@ A test that carries a requirement's id may still prove nothing. So `make faults`
 the source, and runs the tests that should notice: the conformance kit of the store concerned, the producer's tests, or
 the others. A fault that no test notices is a hole, and fails the run.
 
-Written by `make faults`; do not edit. A trial stops at the fifth red test, so there may be more witnesses than named.
-With `--merge`, a fault that was not planted again stands here as an earlier run, on the source of its time, left it.
+Written by `make faults`; do not edit. One witness is enough: a trial asks those that this page named before, and stops
+at the first red test (`--witnesses N`: at the Nth), so there may be more than named. If none of them is red, all other
+tests of the suite are asked. With `--merge`, a fault that was not planted again stands here as an earlier run, on the
+source of its time, left it.
 
 """
+
+
+ROW = "| {} | {} | {} | {} |"
+HUNG = " (never ended)"
 
 
 def line(trial: Trial) -> str:
@@ -46,12 +54,27 @@ def _complaint(trial: Trial) -> str:
 
 
 def witnesses(red: Iterable[Red]) -> list[str]:
-    """The tests, without file and class; one with several parameters is named once, with its number."""
-    names = Counter((one.test.partition("[")[0].rpartition("::")[2], one.hung) for one in red)
+    """The tests, by file and name; one with several parameters is named once, with its number."""
+    names = Counter((_short(one.test), one.hung) for one in red)
     return [
-        f"{name}{f' × {count}' if count > 1 else ''}{' (never ended)' if hung else ''}"
-        for (name, hung), count in names.items()
+        f"{name}{f' × {count}' if count > 1 else ''}{HUNG if hung else ''}" for (name, hung), count in names.items()
     ]
+
+
+def _short(test: str) -> str:
+    """`test_sqlite::test_a_claim_ends` of `tests/conformance/test_sqlite.py::TestSQLite::test_a_claim_ends[1]`."""
+    file, _, rest = test.partition("[")[0].partition("::")
+    return f"{PurePosixPath(file).stem}::{rest.rpartition('::')[2]}"
+
+
+def known_witnesses(page: str) -> dict[str, list[str]]:
+    """The witnesses that a page names, by fault; those that never ended come last, since they cost the most."""
+    found: dict[str, list[str]] = {}
+    for row in page.splitlines():
+        cells = row.split("|")
+        if len(cells) == len(ROW.split("|")) and (named := re.findall(r"`([\w:]+)([^`]*)`", cells[-2])):
+            found[cells[1].strip()] = [name for name, _ in sorted(named, key=lambda one: HUNG in one[1])]
+    return found
 
 
 def listed(faults: Iterable[Fault]) -> str:
@@ -104,4 +127,4 @@ def page(trials: Sequence[Trial]) -> str:
 
 def _row(trial: Trial) -> str:
     red = "<br>".join(f"`{name}`" for name in witnesses(trial.red)) or f"**{trial.verdict}**"
-    return f"| {trial.fault.name} | {trial.fault.breaks} | {', '.join(trial.fault.rules)} | {red} |"
+    return ROW.format(trial.fault.name, trial.fault.breaks, ", ".join(trial.fault.rules), red)

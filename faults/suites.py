@@ -21,6 +21,20 @@ class Suite:
             return [file for file in all_files if file.stem in parts or not parts]
         return [file for file in all_files if file.stem in parts or file.parent.name == "conformance"]
 
+    def holding(self, tree: Path, tests: Collection[str]) -> list[Path]:
+        """The files that hold these tests, as the page names them: `test_acting::test_x`, or `test_x` alone.
+
+        One that stands in none of the suite's own files is of a kit, and so in each that runs one.
+        """
+        texts = {file: file.read_text("utf-8") for file in self.files(tree)}
+        found: set[Path] = set()
+        for test in tests:
+            stem, _, name = test.rpartition("::")
+            near = [file for file in texts if stem in {"", file.stem}]
+            own = [file for file in near if f"def {name}(" in texts[file]]
+            found.update(own or (file for file in near if file.parent.name == "conformance"))
+        return [file for file in texts if file in found]
+
 
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
@@ -28,16 +42,28 @@ def _files(path: Path) -> list[Path]:
     return [path] if path.exists() else []
 
 
-SQLITE = Suite("sqlite", ("tests/conformance/test_sqlite.py", "tests/unit/test_sqlite_store.py"), "sqlite")
+SQLITE = Suite(
+    "sqlite",
+    ("tests/conformance/test_sqlite.py", "tests/unit/test_sqlite_store.py", "tests/stores/test_stats.py"),
+    "sqlite",
+)
 POSTGRESQL = Suite(
     "postgresql",
-    ("tests/conformance/test_postgresql.py", "tests/stores/test_postgresql.py", "tests/stores/test_postgresql_bell.py"),
+    (
+        "tests/conformance/test_postgresql.py",
+        "tests/stores/test_postgresql.py",
+        "tests/stores/test_postgresql_bell.py",
+        "tests/stores/test_postgresql_pool.py",
+        "tests/stores/test_postgresql_roles.py",
+        "tests/stores/test_stats.py",
+        "tests/unit/test_statement_counts.py",
+    ),
     "postgresql",
 )
 PRODUCER = Suite("producer", ("tests/producer",))
 UNIT = Suite("unit", ("tests/unit",), never=("test_benchmarks", "test_faults", "test_requirements", "test_servers"))
 CLI = Suite("cli", ("tests/cli", "tests/unit/test_operations.py"))
-_ENGINE = ("breaker", "calls", "living", "rate", "settings")
+_ENGINE = ("breaker", "call_size", "calls", "living", "rate", "settings")
 RELAY = Suite(
     "relay",
     (
@@ -45,6 +71,12 @@ RELAY = Suite(
         *(f"tests/unit/test_relay_{part}.py" for part in _ENGINE),
         "tests/spark/test_receipts.py",
         "tests/spark/test_away.py",
+        "tests/spark/test_checkpoints.py",
+        "tests/spark/test_collecting.py",
+        "tests/spark/test_jvm.py",
+        "tests/spark/test_shifts.py",
+        "tests/spark/test_starts.py",
+        "tests/spark/test_stop_in_outage.py",
         "tests/spark/test_tickets.py",
     ),
 )
@@ -60,8 +92,11 @@ PROCESSOR = Suite(
         "tests/admin",
         "tests/crash/test_process_kills.py",
         "tests/spark/test_stops.py",
+        "tests/spark/test_stuck.py",
+        "tests/spark/test_relay_ends.py",
         "tests/spark/test_leadership.py",
         "tests/spark/test_process_drain.py",
+        "tests/spark/test_process_driver.py",
         "tests/crash/test_process_bad_days.py",
         "tests/spark/test_batches.py",
     ),

@@ -7,10 +7,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from .suites import Suite
 LEFT_BEHIND = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info", "*.db", "*.db-*")
 MEMORY = Path("/dev/shm")
 MEMORY_BYTES_MIN = 4 * 1024**3
-RED_MAX = 5
+WITNESSES = 1  # red tests after which a trial ends, unless told otherwise
 
 
 class Verdict(StrEnum):
@@ -72,12 +73,24 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Which tests of a suite to run: those of some parts, all but those, or some by name; and when to stop."""
+    """Which tests of a suite to run: those of some parts, all but those, or some by name; and when to stop.
+
+    `witnesses` are names as the page has them, `tests` are whole ids.
+    """
 
     parts: Sequence[str] = ()
     but: Sequence[str] = ()
+    witnesses: Sequence[str] = ()
     tests: Sequence[str] = ()
-    red_max: int = RED_MAX
+    ignored: Sequence[str] = ()  # whole ids: they are red anyway
+    red_max: int = WITNESSES
+
+    def files(self, suite: Suite, tree: Path) -> list[str]:
+        """The files that hold what is to be run: what need not be collected costs nothing."""
+        if self.tests:
+            return sorted({test.partition("::")[0] for test in self.tests})
+        found = suite.holding(tree, self.witnesses) if self.witnesses else suite.files(tree, self.parts)
+        return [str(file.relative_to(tree)) for file in found]
 
 
 @dataclass(slots=True)
@@ -109,10 +122,17 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where trials are made: from which tree, and how long they may take."""
+    """Where trials are made: from which tree, how long they may take, and when they have seen enough.
+
+    `witnesses` says for each fault which tests noticed it in an earlier run. They are asked first.
+    """
 
     root: Path
     limits: Limits = Limits()
+    red_max: int = WITNESSES
+    witnesses: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    red_anyway: Sequence[str] = ()  # tests that are no witnesses
+    compiled: bool = False  # the tree holds bytecode that fits it, which copies take along
 
     def attempt(self, fault: Fault) -> Trial:
         """Plant the fault in a copy of its own, and see who notices."""
@@ -127,7 +147,9 @@ class Bench:
 
     def _judge(self, fault: Fault, tree: Path) -> Trial:
         unready: list[str] = []
-        for order in (Order(parts=fault.first), Order(but=[*fault.first, *fault.suite.never])):
+        for order in self._orders(fault):
+            if not order.files(fault.suite, tree):
+                continue
             run, output = self._run(tree, fault.suite, order)
             if run.red:
                 return Trial(fault, Verdict.NOTICED, run.red)
@@ -136,7 +158,24 @@ class Bench:
             unready += run.unready
         return Trial(fault, Verdict.CRUDE if unready else Verdict.HOLE, note="".join(unready[:1]))
 
-    def red_anyway(self, suite: Suite, tests: Collection[str]) -> list[str]:
+    def _orders(self, fault: Fault) -> Iterator[Order]:
+        """Known witnesses; if none of them is red, the parts that look first; then all the rest."""
+        order = partial(Order, ignored=self.red_anyway, red_max=self.red_max)
+        if known := self.witnesses.get(fault.name):
+            yield order(witnesses=known)
+        yield order(parts=fault.first)
+        yield order(but=[*fault.first, *fault.suite.never])
+
+    def compile(self, faults: Sequence[Fault]) -> "Bench":
+        """Leave in this tree the bytecode of what the first order of each fault reads, for the copies to come."""
+        first = [(fault.suite, next(self._orders(fault))) for fault in faults]
+        files = sorted({file for suite, order in first for file in order.files(suite, self.root)})
+        variables = {name: value for name, value in environment(self.root).items() if name != "PYTHONDONTWRITEBYTECODE"}
+        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *files]
+        subprocess.run(command, cwd=self.root, env=variables, capture_output=True, check=False)
+        return replace(self, compiled=True)
+
+    def red_without_a_fault(self, suite: Suite, tests: Collection[str]) -> list[str]:
         """Which of these tests are red without any fault, and so are no witnesses."""
         with self.copy() as tree:
             run, output = self._run(tree, suite, Order(tests=sorted(tests), red_max=len(tests)))
@@ -150,7 +189,7 @@ class Bench:
         with tempfile.TemporaryDirectory(prefix="oncebox-fault-", dir=scratch(), ignore_cleanup_errors=True) as folder:
             Path(folder).chmod(0o755)  # some tests give up root's rights, and must still find their way
             tree = Path(folder) / "tree"
-            shutil.copytree(self.root, tree, ignore=LEFT_BEHIND)
+            shutil.copytree(self.root, tree, ignore=None if self.compiled else LEFT_BEHIND)
             yield tree
 
     def _run(self, tree: Path, suite: Suite, order: Order) -> tuple[Run, str]:
@@ -158,8 +197,8 @@ class Bench:
         paper = tree.parent / "order.json"
         log = paper.with_suffix(".log")
         log.unlink(missing_ok=True)
-        paper.write_text(json.dumps({"tree": str(tree), **asdict(self.limits), **asdict(order)}))
-        places = [str(path.relative_to(tree)) for path in suite.files(tree, order.parts)]
+        cluster = str(self.root.parent / "cluster") if self.compiled else None
+        paper.write_text(json.dumps({"tree": str(tree), "cluster": cluster, **asdict(self.limits), **asdict(order)}))
         command = [sys.executable, "-m", "pytest", "-q", "-p", "faults.witness", "-p", "no:cacheprovider"]
         with (tree.parent / "output").open("w+") as output:
             process = subprocess.Popen(
@@ -168,7 +207,7 @@ class Bench:
                     f"--maxfail={order.red_max}",
                     f"--basetemp={tree.parent / 'temporary'}",
                     f"--witness={paper}",
-                    *places,
+                    *order.files(suite, tree),
                 ],
                 cwd=tree,
                 env=environment(tree),

@@ -4,14 +4,20 @@
 once: whoever ends this process in the middle still learns which test it was in.
 """
 
+import contextlib
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import Phase, settings
+
+if TYPE_CHECKING:
+    from oncebox.testing.servers import PostgreSQL
 
 LONG = ("lives", "processes", "server", "test_machine", "test_process_kills", "test_process_bad_days")  # take long
 TIMED_OUT = "Timeout ("  # how pytest-timeout begins what it says
@@ -34,6 +40,8 @@ class _Witness:
         self._order: dict[str, Any] = json.loads(path.read_text())
         self._log = path.with_suffix(".log")
         self._refuse_another_source()
+        if self._order["cluster"] is not None:
+            take_cluster_from(Path(self._order["cluster"]))
 
     def _refuse_another_source(self) -> None:
         """What is tested is the copy, and not the package that happens to be installed."""
@@ -44,7 +52,7 @@ class _Witness:
             raise pytest.UsageError(f"oncebox was imported from {source}, and not from {self._order['tree']}")
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        chosen = list(self._chosen(items))
+        chosen = [item for item in self._chosen(items) if item.nodeid not in self._order["ignored"]]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
         for item in items:
@@ -60,9 +68,11 @@ class _Witness:
 
     def _chosen(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
         """The tests that were named; or the parts that were named, in that order; or all but those parts."""
-        tests, parts, others = (self._order[name] for name in ("tests", "parts", "but"))
+        tests, witnesses, parts, others = (self._order[name] for name in ("tests", "witnesses", "parts", "but"))
         if tests:
             yield from (item for item in items if item.nodeid in set(tests))
+        elif witnesses:
+            yield from (item for witness in witnesses for item in items if is_named(item, witness))
         elif parts:
             yield from (item for part in parts for item in items if part_of(item) == part)
         else:
@@ -87,6 +97,50 @@ class _Witness:
     def _write(self, **line: Any) -> None:
         with self._log.open("a") as log:
             log.write(json.dumps(line) + "\n")
+
+
+def take_cluster_from(folder: Path) -> None:
+    """Spare the first PostgreSQL of this process its initdb, most of its start: it gets a copy of earlier files.
+
+    The first trial that runs initdb leaves them in `folder`. Each trial still has a server of its own: in a shared one,
+    what another trial leaves open would turn tests red. A second server of a test is another cluster, as it must be.
+    """
+    from oncebox.testing.servers import PostgreSQL
+
+    initdb = PostgreSQL._prepare
+    begun: list[PostgreSQL] = []
+
+    def prepare(server: PostgreSQL) -> None:
+        first = not begun and type(server) is PostgreSQL
+        begun.append(server)
+        if first and folder.exists():
+            server.password = (folder / "password").read_text()
+            _copy(folder / "data", server._data)
+            return
+        initdb(server)
+        if first:
+            _leave(server, folder)
+
+    PostgreSQL._prepare = prepare  # type: ignore[assignment]
+
+
+def _leave(server: "PostgreSQL", folder: Path) -> None:
+    own = folder.with_name(f"{folder.name}-{os.getpid()}")
+    own.mkdir()
+    (own / "password").write_text(server.password)
+    _copy(server._data, own / "data")
+    with contextlib.suppress(OSError):  # another trial was faster
+        own.rename(folder)
+
+
+def _copy(folder: Path, to: Path) -> None:
+    subprocess.run(["cp", "-a", "--", str(folder), str(to)], check=True)  # with owner and rights
+
+
+def is_named(item: pytest.Item, witness: str) -> bool:
+    """Whether the page means this test by `test_acting::test_x`, or by `test_x` alone."""
+    stem, _, name = witness.rpartition("::")
+    return item.name.partition("[")[0] == name and stem in {"", item.path.stem}
 
 
 def part_of(item: pytest.Item) -> str:

@@ -78,3 +78,12 @@ def test_every_promise_says_its_conditions_its_limits_and_what_a_failure_does() 
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| **")]
     assert {"At least once", "One holder", "In order per key"} <= {row[0].split("**")[1] for row in rows}
     assert all(len(row) == 4 and all(row) for row in rows)
+
+
+def test_every_test_that_the_list_of_threats_names_is_there() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "SECURITY.md").read_text()))
+    folders = (ROOT / "tests", ROOT / "src/oncebox/testing")
+    sources = [file.read_text() for folder in folders for file in folder.rglob("*.py")]
+    there = {name for source in sources for name in re.findall(r"def (test_\w+)\(", source)}
+    assert len(named) > 10
+    assert named - there == set()

@@ -30,7 +30,7 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 # An engine sees contracts, never an adapter.
 ENGINES = {"relay", "processor"}
 PORTS = {"stores", "publishers", "states", "sources"}
-CONTRACTS = ("stores.base", "publishers.base", "states.base", "sources.base")
+CONTRACTS = ("stores.base", "stores.living", "stores.places", "publishers.base", "states.base", "sources.base")
 
 # A driver or a client is imported in the files that bear its name, and nowhere else, not even late.
 DRIVERS = {

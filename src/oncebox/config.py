@@ -17,6 +17,7 @@ OnDead = Literal["block", "skip"]
 LEASE_MAX = timedelta(days=1)  # of a control row: longer, and the events of a crashed relay are lost from sight
 SILENCE_LEASES = 3  # leases of silence after which a worker counts as gone, unless `silence_max` says otherwise
 CLAIM_MAX = 100_000  # events in one claim, of a control row
+WORKERS_MAX = 100_000  # workers of all relays together, of a control row
 
 _UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdw])")
@@ -103,6 +104,8 @@ class Control:
     lease: timedelta | None = None
     claim_max: int | None = None
     rate_max: float | None = None
+    workers_max: int | None = None  # of all relays together; None: any number (LR-041)
+    notify: bool | None = None  # PostgreSQL: whether a commit wakes idle relays; None: unless transactions are prepared
 
     def __post_init__(self) -> None:
         if self.on_dead not in ("block", "skip"):
@@ -113,13 +116,16 @@ class Control:
             raise InvalidSetting(f"claim_max is {self.claim_max}; give 1 to {CLAIM_MAX:,}")
         if self.rate_max is not None and not 0 < self.rate_max < math.inf:
             raise InvalidSetting(f"rate_max is {self.rate_max}; give a finite number above 0")
+        if self.workers_max is not None and not 0 < self.workers_max <= WORKERS_MAX:
+            raise InvalidSetting(f"workers_max is {self.workers_max}; give 1 to {WORKERS_MAX:,}")
 
     def to_rows(self) -> dict[str, Any]:
         """Each setting that differs from its default, as a JSON value."""
         rows: dict[str, Any] = {"paused": self.paused, "on_dead": self.on_dead}
         if self.lease is not None:
             rows["lease"] = self.lease.total_seconds()
-        rows |= {name: value for name in ("claim_max", "rate_max") if (value := getattr(self, name)) is not None}
+        optional = ("claim_max", "rate_max", "workers_max", "notify")
+        rows |= {name: value for name in optional if (value := getattr(self, name)) is not None}
         return rows
 
     @classmethod
@@ -135,7 +141,8 @@ class Control:
     @classmethod
     def from_rows(cls, rows: Mapping[str, Any]) -> "Control":
         """The opposite of `to_rows`; a name it does not know was written by a newer version, and is passed over."""
-        known = {name: rows[name] for name in ("paused", "on_dead", "claim_max", "rate_max") if name in rows}
+        names = ("paused", "on_dead", "claim_max", "rate_max", "workers_max", "notify")
+        known = {name: rows[name] for name in names if name in rows}
         if "lease" in rows:
             known["lease"] = timedelta(seconds=rows["lease"])
         return cls(**known)

@@ -15,14 +15,17 @@
     │  └─ PublisherRefused        it answers, and refuses our user or password
     ├─ SourceError
     │  ├─ SourceUnavailable       the source does not answer
+    │  │  ├─ SourceRefused        it answers, and refuses our user or password
     │  │  └─ LeaseLost            events were given to others before their effects could be committed
     │  └─ PositionGone            the source no longer has what comes next (retention)
+    │     └─ ContinuityLost       it is not the log that was read: restored, or failed over with a loss
     ├─ StateError
     │  ├─ StateUnavailable        the state store does not answer; what was asked may or may not have happened
     │  │  └─ StateRefused         it answers, and refuses our user, password or database
     │  ├─ StateInUse              another process has the local store open
     │  ├─ StateOutdated           the state has an older format; only its owner, a processor, upgrades it
     │  ├─ StateTooNew             the state has a newer format: upgrade oncebox
+    │  ├─ StateDamaged            the state's own files cannot be read: restore them from a backup
     │  ├─ StateBehind             the source remembers more as done than the state has: it was restored, lost or removed
     │  ├─ ChangeRefused           the state store answers, and refuses what a batch writes: an event is to blame
     │  ├─ Fenced                  another owner has taken the partition
@@ -31,6 +34,7 @@
     └─ StoreError                 the store refused or could not be reached
        ├─ StoreUnavailable        it does not answer; the same call may pass later
        │  └─ StoreRefused         it answers, and refuses our user, password or database
+       ├─ NoPlace                 other relays hold the places that a relay needs (`workers_max`)
        ├─ ForbiddenWrite          the database refused a write that breaks the lifecycle (LC-01, LC-20, EM-24)
        └─ SchemaError
           ├─ SchemaMissing        run `oncebox init`
@@ -113,6 +117,10 @@ class SourceUnavailable(SourceError):
     """The source does not answer; the same call may pass later."""
 
 
+class SourceRefused(SourceUnavailable):
+    """The source answers and refuses our login: wait if you run, report it and stop if you start."""
+
+
 class LeaseLost(SourceUnavailable):
     """Events were lost to others before their effects were committed; nothing was, and they may come again."""
 
@@ -121,6 +129,10 @@ class PositionGone(SourceError):
     """The source no longer has what comes after the checkpoint: going on would skip it."""
 
     retryable = False
+
+
+class ContinuityLost(PositionGone):
+    """The log does not hold the event that was read last: it was restored, or a failover lost its end."""
 
 
 class StateError(OnceboxError):
@@ -147,6 +159,12 @@ class StateOutdated(StateError):
 
 class StateTooNew(StateError):
     """The state was written by a newer Oncebox; nothing was read or written."""
+
+    retryable = False
+
+
+class StateDamaged(StateError):
+    """The files of the state cannot be read any more; only a backup helps."""
 
     retryable = False
 
@@ -194,6 +212,12 @@ class StoreRefused(StoreUnavailable):
     It is a kind of `StoreUnavailable`, because an operator can correct it while a relay runs; at the start of a
     command it is reported at once.
     """
+
+
+class NoPlace(StoreError):
+    """Living relays hold too many of the places of `workers_max` for this relay to have its own; it is not entered."""
+
+    retryable = False
 
 
 class ForbiddenWrite(StoreError):

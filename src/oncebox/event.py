@@ -47,7 +47,8 @@ HEADERS_MAX = 64
 DELAY_MAX = timedelta(days=3650)
 RESERVED_HEADERS = frozenset({"event_id", "event_type"})  # always sent (EM-25)
 RESERVED_PREFIX = "oncebox-"
-HEADERS_BYTES_MAX = 32_768
+HEADERS_BYTES_MAX = 32_768  # of names and values in UTF-8
+METADATA_BYTES_MAX = 65_536  # as JSON text in UTF-8
 PAYLOAD_BYTES_LIMIT = 256 * 1024 * 1024  # what every store takes; the producer's own limit is lower
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
@@ -120,6 +121,8 @@ class NewEvent:
         check_payload(self.payload, PAYLOAD_BYTES_LIMIT)
         if self.headers:
             check_headers(self.headers)
+        if self.metadata:
+            check_metadata(self.metadata)
         check_schedule(self.delay, self.available_at)
 
 
@@ -248,6 +251,26 @@ def check_headers(headers: Mapping[str, str]) -> None:
         size += len(name.encode()) + len(value.encode())
     if size > HEADERS_BYTES_MAX:
         raise InvalidEvent("headers", f"take {size:,} bytes; give at most {HEADERS_BYTES_MAX:,}")
+
+
+def json_text(value: object) -> str:
+    """The value as a store keeps it: in UTF-8, unless it has a lone surrogate, which only an escape can say."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, allow_nan=False)
+    return text
+
+
+def check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Refuse metadata that no JSON text could say, or that would take too many bytes as one."""
+    try:
+        size = len(json_text(dict(metadata)).encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidEvent("metadata", f"can't be written as JSON: {error}") from error
+    if size > METADATA_BYTES_MAX:
+        raise InvalidEvent("metadata", f"takes {size:,} bytes; give at most {METADATA_BYTES_MAX:,}")
 
 
 def check_schedule(delay: timedelta | None, available_at: datetime | None) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from oncebox import clock
 from oncebox.event import State
+from oncebox.relay.living import this_process
 from oncebox.stores.base import OutboxStore, Query
 from tests.cli.steps import LEASE, Cli, claimed, dead, pending, published
 
@@ -290,13 +291,17 @@ def test_pause_and_resume_are_settings_that_every_relay_sees(cli: Cli, store: Ou
 @pytest.mark.requirement("LR-002")
 @pytest.mark.usefixtures("store")
 def test_settings_are_shown_changed_and_taken_back(cli: Cli) -> None:
-    changed = cli("relay-config", "on_dead=skip", "lease=90s", "claim-max=500", "rate_max=600/m", "--json").json
-    assert changed == {"paused": False, "on_dead": "skip", "lease_seconds": 90.0, "claim_max": 500, "rate_max": 10.0}
+    given = ("on_dead=skip", "lease=90s", "claim-max=500", "rate_max=600/m", "workers_max=8")
+    changed = cli("relay-config", *given, "--json").json
+    others = {"claim_max": 500, "rate_max": 10.0, "workers_max": 8, "notify": None}
+    assert changed == {"paused": False, "on_dead": "skip", "lease_seconds": 90.0, **others}
     assert cli("relay-config", "--json").json == changed
     assert "90s" in cli("relay-config").out
-    assert cli("relay-config", "lease=default", "on_dead=default", "--json").json == changed | {
+    taken_back = ("lease=default", "on_dead=default", "workers_max=default")
+    assert cli("relay-config", *taken_back, "--json").json == changed | {
         "lease_seconds": None,
         "on_dead": "block",
+        "workers_max": None,
     }
 
 
@@ -312,6 +317,13 @@ def test_readers_are_listed_and_struck_off(cli: Cli, store: OutboxStore) -> None
     assert last_audit(cli) == ("forget reader", 1)
 
 
+def test_an_epoch_is_raised_and_audited(cli: Cli, store: OutboxStore) -> None:
+    assert cli("raise-epoch", "--why", "restored", "--json").json == {"epoch": 2}
+    assert cli("raise-epoch").out == "epoch 3\n"
+    assert store.log_identity().epoch == 3
+    assert last_audit(cli) == ("raise epoch", 1)
+
+
 def test_migrate_refuses_a_schema_that_is_newer(process: Cli, store: OutboxStore, store_url: str) -> None:
     with closing(sqlite3.connect(store_url.removeprefix("sqlite:///"))) as file, file:
         file.execute("INSERT INTO oncebox_schema SELECT max(number) + 1, 'later', 0 FROM oncebox_schema")
@@ -320,3 +332,23 @@ def test_migrate_refuses_a_schema_that_is_newer(process: Cli, store: OutboxStore
         assert (refused.code, refused.out) == (1, "")
         assert "and this version knows the migrations up to" in refused.err
     assert process("stats").code == 0  # it runs on the next schema
+
+
+# --- a relay without a place ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement("LR-041")
+def test_a_relay_without_a_place_ends_with_exit_code_1_and_says_who_holds_them(
+    process: Cli, cli: Cli, store: OutboxStore
+) -> None:
+    holder = this_process("shop/1f", "relay", places=3)
+    store.sign_on(holder)
+    assert cli("relay-config", "workers_max=4", "--why", "the database has 20 connections").code == 0
+    refused = process("relay", "--to", "null:", "--queries", "2", "--tasks", "1")
+    assert refused.code == 1
+    assert "wants 2 (queries × tasks), workers_max is 4" in refused.err
+    assert f"shop/1f (process {holder.pid} on {holder.host}) holds 3" in refused.err
+    assert "`oncebox relay-config workers_max=5`" in refused.err
+    assert "starting Spark" not in refused.err
+    assert "Traceback" not in refused.err
+    assert [worker.worker_id for worker in store.workers()] == ["shop/1f"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -234,6 +235,22 @@ def test_a_worker_of_another_machine_is_silent_once_its_own_lease_is_over(cli: C
     silent = [one["says"] for one in document["findings"] if not one["well"]]
     assert len(silent) == 1
     assert re.fullmatch(r"relay relay/short has been silent for \d+ s", silent[0])
+
+
+@pytest.mark.requirement("LR-041")
+def test_relays_that_hold_more_places_than_a_lowered_limit_are_a_finding(cli: Cli, store: OutboxStore) -> None:
+    with reaper(store):
+        store.sign_on(this_process("relay/1", "relay", places=3))
+        gone = this_process("relay/gone", "relay", places=9)
+        store.sign_on(replace(gone, details={**gone.details, "machine": "another", "silence": -1.0}))
+        assert "places" not in findings(cli, "--cron")
+        assert cli("relay-config", "workers_max=3").code == 0
+        found = findings(cli)["places"]
+        assert (found["well"], found["says"]) == (True, "relays hold 3 of 3 places (workers_max)")
+        assert cli("relay-config", "workers_max=2").code == 0
+        found = findings(cli)["places"]
+        assert found["well"] is False
+        assert "relay/1 (process" in str(found["says"])
 
 
 def test_two_relays_on_one_receipts_path_are_a_finding(cli: Cli, store: OutboxStore) -> None:

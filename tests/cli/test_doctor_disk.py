@@ -73,6 +73,16 @@ def test_a_full_disk_is_a_finding_and_the_rest_is_shown(process: Cli, on_disk: O
     assert not list(disk.glob("tmp*"))
 
 
+def test_a_store_that_a_full_disk_keeps_closed_is_a_finding(process: Cli, on_disk: OutboxStore, disk: Path) -> None:
+    """The last connection has removed the files that SQLite needs beside the store's, and there is no room for them."""
+    on_disk.close()
+    fill(disk)
+    done = process("doctor", "--no-spark", "--json", ONCEBOX_STORE=os.environ["ONCEBOX_STORE"])
+    (found,) = done.json["findings"]
+    assert (done.code, found["about"]) == (1, "store")
+    assert "fails or is full" in found["says"]
+
+
 def test_a_disk_with_room_is_well(cli: Cli, store: OutboxStore) -> None:
     found = finding(cli("doctor", "--no-spark", "--json"))
     assert found["well"] is True

@@ -3,12 +3,14 @@
 import json
 import re
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 from oncebox import clock
-from oncebox.event import NewEvent
-from oncebox.stores.base import OutboxStore, Worker
+from oncebox.event import NewEvent, State
+from oncebox.stores import counting
+from oncebox.stores.base import OutboxStore, Stats, Worker
 from tests.cli.steps import Cli, claimed, dead, pending, publish_all, published
 
 FIELDS = (
@@ -193,6 +195,32 @@ def test_stats_has_a_count_for_each_of_the_four_states(cli: Cli, store: OutboxSt
 
 
 @pytest.mark.usefixtures("store")
+def test_stats_marks_what_is_estimated(cli: Cli, store: OutboxStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    published(store, 4)
+    dead(store, 2)
+    assert cli("stats", "--json").json["estimated"] == []
+    assert "~" not in cli("stats").out
+    monkeypatch.setattr(counting, "EXACT_MAX", 2)
+    assert cli("stats", "--json").json["estimated"] == ["PUBLISHED"]
+    rows = {line.split()[0]: line.split()[1] for line in cli("stats").out.splitlines() if line}
+    assert (rows["PUBLISHED"], rows["DEAD"]) == ("~4", "2")
+
+
+def test_an_estimate_is_shown_in_three_digits() -> None:
+    stats = Stats(
+        states={State.PUBLISHED: 12_345_678, State.DEAD: 12_345_678},
+        **dict.fromkeys(("eligible", "held", "retrying", "delayed", "blocked", "suspect", "blocked_keys"), 0),
+        oldest_pending=None,
+        oldest_claim=None,
+        expired_claims=0,
+        workers=0,
+        paused=False,
+        estimated=frozenset({State.PUBLISHED}),
+    )
+    assert (stats.shown(State.PUBLISHED), stats.shown(State.DEAD)) == ("~12,300,000", "12,345,678")
+
+
+@pytest.mark.usefixtures("store")
 def test_stats_of_an_empty_store_are_zeros(cli: Cli) -> None:
     document = cli("stats", "--json").json
     assert document["states"] == {"PENDING": 0, "CLAIMED": 0, "PUBLISHED": 0, "DEAD": 0}
@@ -261,3 +289,14 @@ def test_stats_lists_failing_destinations(cli: Cli, store: OutboxStore) -> None:
     shown = cli("stats").out
     assert re.search(r"destination order\.created +0?\d*s +3 +\d+s ago +no such topic", shown)
     assert re.search(r"the broker +\d+s +3 +\d+s ago +connection refused", shown)
+
+
+def test_the_reference_names_every_field_of_stats(cli: Cli, store: OutboxStore) -> None:
+    store.report_failing(
+        relay="r", destination="orders", reason="x", worker="w", event_types=None, valid_for=timedelta(minutes=1)
+    )
+    reference = (Path(__file__).parent.parent.parent / "docs" / "reference" / "cli.md").read_text()
+    (row,) = [line for line in reference.splitlines() if line.startswith("| `stats` |")]
+    document = cli("stats", "--json").json
+    fields = {*document, *document["states"], *document["failing_destinations"][0]}
+    assert set(re.findall(r'"(\w+)"', row)) == fields

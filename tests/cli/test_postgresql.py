@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -49,6 +50,9 @@ def test_an_operators_day(cli: Cli, store_url: str) -> None:
     assert [past["state"] for past in cli("show", first["event_id"], "--json").json["history"]] == ["DEAD"]
     password = store_url.partition("@")[0].rpartition(":")[2]
     assert password not in init.out
+    login = urlsplit(store_url).username
+    assert {entry["login"] for entry in cli("audit", "--json").json} == {login}
+    assert f"({login})" in cli("audit").out
 
 
 def test_a_key_is_unblocked_and_old_events_are_pruned(cli: Cli, store: OutboxStore) -> None:

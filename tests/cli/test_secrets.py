@@ -59,6 +59,7 @@ def test_a_wrong_password_an_unknown_database_and_no_answer_are_three_messages(
     silent = cli("stats", "--store", f"postgresql://ada:{SECRET}@{NOBODY}/shop")
     assert silent.code == 1
     assert f"postgresql://ada:***@{NOBODY}/shop does not answer" in silent.err
+    assert len(silent.err.splitlines()) == 1
 
 
 def test_a_refused_login_is_a_type_of_its_own_and_still_unavailable(postgresql: PostgreSQL) -> None:

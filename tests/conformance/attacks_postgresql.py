@@ -1,5 +1,7 @@
 """How somebody at `psql` would try what the lifecycle forbids."""
 
+from oncebox.event import HEADERS_BYTES_MAX, HEADERS_MAX, METADATA_BYTES_MAX, json_text
+
 CLAIM = (
     "insert into oncebox.claim "
     "(token, claimed_by, claimed_at, locked_until, renew_until, budget, size, seqs, attempts) "
@@ -46,6 +48,13 @@ CHANGES = {
     "created_at": "now() - interval '1 day'",
 }
 
+
+def carrying(field: str, value: object) -> str:
+    """An event by hand with these headers, or this metadata."""
+    text = json_text(value).replace("{", "{{").replace("}", "}}")
+    return f"insert into oncebox.event (event_type, payload, {field}) values ('plain', 'x', '{text}')"
+
+
 POSTGRESQL_ATTACKS: dict[str, tuple[str, ...]] = {
     "born CLAIMED": (
         *born(
@@ -74,6 +83,15 @@ POSTGRESQL_ATTACKS: dict[str, tuple[str, ...]] = {
     "born with headers that are no strings": tuple(
         f"insert into oncebox.event (event_type, payload, headers) values ('plain', 'x', '{headers}')"
         for headers in ('{{"a": 1}}', '["a"]', '"a"', '{{"a": null}}')
+    ),
+    "born with too many headers": (carrying("headers", {str(number): "" for number in range(HEADERS_MAX + 1)}),),
+    "born with headers of too many bytes": (
+        carrying("headers", {"a": "x" * HEADERS_BYTES_MAX}),
+        carrying("headers", {"é" * 100: "é" * (HEADERS_BYTES_MAX // 2)}),
+    ),
+    "born with metadata of too many bytes": (
+        carrying("metadata", {"a": "x" * METADATA_BYTES_MAX}),
+        carrying("metadata", {"é": "é" * (METADATA_BYTES_MAX // 2)}),
     ),
     "born with the id of another": (
         "insert into oncebox.event (event_id, event_type, payload) values ('{event_id}', 'plain', 'x')",
@@ -157,6 +175,15 @@ POSTGRESQL_ATTACKS: dict[str, tuple[str, ...]] = {
         "insert into oncebox.audit (who, action, what) values ('another', 'replay', '{{}}')",
         "update oncebox.audit set who = 'another'",
         "delete from oncebox.audit",
+        DOOR + "update audit set at = now() - interval '1 day'",
+        DOOR + "update audit set who = 'another'",
+        DOOR + "update audit set action = 'nothing'",
+        DOOR + "update audit set why = 'because'",
+        DOOR + "update audit set what = '{{\"x\": 1}}'",
+        DOOR + "update audit set login = 'another'",
+        DOOR + "update audit set affected = affected - 1",
+        DOOR + "delete from audit",
+        DOOR + "truncate audit",
     ),
     "empty the store": (
         "truncate oncebox.event",

@@ -1,5 +1,7 @@
 """How somebody at `sqlite3` would try what the lifecycle forbids."""
 
+from oncebox.event import HEADERS_BYTES_MAX, HEADERS_MAX, METADATA_BYTES_MAX, json_text
+
 CLAIM_ROW = (
     "insert into oncebox_claim (claim_id, token, claimed_by, claimed_at, locked_until, renew_until, seqs) "
     "select 900, '{new_id}', 'thief', now, now + 60000, now + 180000, '[{seq}]' from oncebox_clock"
@@ -54,6 +56,13 @@ CHANGES = {
     "created_at": "created_at - 1",
 }
 
+
+def carrying(field: str, value: object) -> str:
+    """An event by hand with these headers, or this metadata."""
+    text = json_text(value).replace("{", "{{").replace("}", "}}")
+    return f"insert into oncebox_event (event_type, payload, {field}) values ('plain', x'78', '{text}')"
+
+
 SQLITE_ATTACKS: dict[str, tuple[str, ...]] = {
     "born CLAIMED": born("CLAIMED"),
     "born PUBLISHED": born("PUBLISHED"),
@@ -76,6 +85,15 @@ SQLITE_ATTACKS: dict[str, tuple[str, ...]] = {
     "born with headers that are no strings": tuple(
         f"insert into oncebox_event (event_type, payload, headers) values ('plain', x'78', '{headers}')"
         for headers in ('{{"a": 1}}', '["a"]', '"a"', '{{"a": null}}', "no JSON")
+    ),
+    "born with too many headers": (carrying("headers", {str(number): "" for number in range(HEADERS_MAX + 1)}),),
+    "born with headers of too many bytes": (
+        carrying("headers", {"a": "x" * HEADERS_BYTES_MAX}),
+        carrying("headers", {"é" * 100: "é" * (HEADERS_BYTES_MAX // 2)}),
+    ),
+    "born with metadata of too many bytes": (
+        carrying("metadata", {"a": "x" * METADATA_BYTES_MAX}),
+        carrying("metadata", {"é": "é" * (METADATA_BYTES_MAX // 2)}),
     ),
     "born with the id of another": (
         "insert into oncebox_event (event_id, event_type, payload) values ('{event_id}', 'plain', x'78')",
@@ -153,6 +171,7 @@ SQLITE_ATTACKS: dict[str, tuple[str, ...]] = {
     ),
     "rewrite the audit": (
         "update oncebox_audit set who = 'another'",
+        "update oncebox_audit set affected = affected - 1",
         "delete from oncebox_audit",
         (
             "insert or replace into oncebox_audit (audit_id, at, who, action, what) "

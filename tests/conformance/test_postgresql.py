@@ -20,7 +20,7 @@ declare name text;
 begin
     set local session_replication_role = replica;  -- no trigger fires
     for name in select tablename from pg_tables
-        where schemaname = 'oncebox' and tablename not in ('schema_version', 'log') loop
+        where schemaname = 'oncebox' and tablename not in ('schema_version', 'log', 'shard') loop
         execute format('delete from oncebox.%I', name);
     end loop;
     update oncebox.log set pruned = 0;

@@ -49,6 +49,7 @@ class TestSQLite(SourceConformance):
     has_server = False
     loses = False
     replays = False
+    lends = True
     routes = False
 
     @pytest.fixture
@@ -85,6 +86,7 @@ class TestPostgreSQL(TestSQLite):
 class TestSQLiteLog(TestSQLite):
     source_type = OutboxLog
     loses = True
+    lends = False
 
     @pytest.fixture
     def url(self, tmp_path: Path) -> str:

@@ -151,8 +151,9 @@ def live(order: Order, cue: Cue) -> None:
             desk._engine(number)
         cue(OPENED)
         while clock.monotonic() < until:
-            done = desk.turn() if not order.fragile else desk._engine(0).step()
-            if done.idle and not desk.waiting and finished(desk) >= order.goal:
+            engine = desk._engine(0) if order.fragile else None
+            done, waiting = (engine.step(), engine.waiting) if engine else (desk.turn(), desk.waiting)
+            if done.idle and not waiting and finished(desk) >= order.goal:
                 return
     sys.exit("it never came to an end")
 

@@ -42,6 +42,8 @@ class Orders:
     die_at: str = ""
     stop_at: str = ""
     poison: str = ""  # the payload that kills whoever publishes it
+    each: float = 0.0  # seconds that the destination takes for an event
+    die_after: int = 0  # events that arrived, in a destination with `each`
     failing: float = 0.0
     dying: float = 0.0
     lives: int = 1  # how often it begins anew, after a kill
@@ -50,7 +52,10 @@ class Orders:
     metrics: bool = False
 
     def argument(self) -> str:
-        return json.dumps(asdict(self))
+        """Without the defaults: an older version of this module may not know them (`test_upgrade`)."""
+        defaults = asdict(type(self)(store=self.store, to=self.to))
+        told = {name: value for name, value in asdict(self).items() if value != defaults[name]}
+        return json.dumps({"store": self.store, "to": self.to, **told})
 
 
 def die() -> None:
@@ -64,6 +69,7 @@ class OnCue(Publisher):
         self._inner = inner
         self._orders = orders
         self._chance = chance
+        self._arrived = 0
         self.guarantees = inner.guarantees  # type: ignore[misc]
 
     @classmethod
@@ -81,7 +87,17 @@ class OnCue(Publisher):
             if self._orders.poison and claim.event.payload == self._orders.poison.encode():
                 self._inner.publish(claims[:place], deadline)
                 die()
+        if self._orders.each:
+            return [outcome for claim in claims for outcome in self._slowly(claim, deadline)]
         return self._some(claims, deadline) if self._orders.failing else self._inner.publish(claims, deadline)
+
+    def _slowly(self, claim: Claim, deadline: Deadline) -> list[Outcome]:
+        clock.sleep(self._orders.each)
+        outcomes = self._inner.publish([claim], deadline)
+        self._arrived += 1
+        if self._arrived == self._orders.die_after:
+            die()
+        return outcomes
 
     def _some(self, claims: Sequence[Claim], deadline: Deadline) -> list[Outcome]:
         """Some fail before they are sent, and stop their keys."""

@@ -1,9 +1,10 @@
 """Two versions on one store: old code goes on while the new code migrates, beside the new code, and after a rollback.
 
-The versions are real trees on the disk, each run with its own source and its own test processes. One pair is always
-there: this source, and a copy of it with one more migration. The other pair comes from history: the newest commit of
-the schema before this one, and this source. What is proven: no call fails, no event is lost, each key stays in order,
-and a processor handles each event once.
+The versions are real trees on the disk, each run with its own source and its own test processes. Two pairs are always
+there: this source beside a copy of it with one more migration, and that copy beside one with two more. In the third
+pair the old code comes from history: the newest commit of the schema before this one, beside this source. While no such
+commit runs on the next schema, it is the first commit of this schema, beside the copy with one more migration. What is
+proven: no call fails, no event is lost, each key stays in order, and a processor handles each event once.
 """
 
 import json
@@ -31,8 +32,8 @@ ROOT = Path(__file__).parent.parent.parent
 MIGRATIONS = "src/oncebox/stores/migrations"
 RULE = (MIGRATIONS, "src/oncebox/stores/sql.py")  # which schemas there are, and on which of them code runs
 NEXT = {
-    "postgresql": "alter table oncebox.event add column note text;\ncreate table oncebox.next (one integer);\n",
-    "sqlite": "ALTER TABLE oncebox_event ADD COLUMN note TEXT;\nCREATE TABLE oncebox_next (one INTEGER);\n",
+    "postgresql": "alter table oncebox.event add column note{0} text;\ncreate table oncebox.next{0} (one integer);\n",
+    "sqlite": "ALTER TABLE oncebox_event ADD COLUMN note{0} TEXT;\nCREATE TABLE oncebox_next{0} (one INTEGER);\n",
 }
 PATIENCE_SECONDS = 60.0
 SOME = 40  # events that show that a process is at work
@@ -43,11 +44,12 @@ def newest(tree: Path) -> int:
     return len(list((tree / MIGRATIONS / "postgresql").glob("*.sql")))
 
 
-def with_one_more(tree: Path) -> Path:
-    """This source as the next version would be: with one more migration."""
+def later(tree: Path, versions: int) -> Path:
+    """This source as a later version would be: with so many more migrations."""
     copied(tree)
     for dialect, script in NEXT.items():
-        (tree / MIGRATIONS / dialect / f"{newest(ROOT) + 1:04}_next.sql").write_text(script)
+        for number in range(newest(ROOT) + 1, newest(ROOT) + 1 + versions):
+            (tree / MIGRATIONS / dialect / f"{number:04}_next.sql").write_text(script.format(number))
     return tree
 
 
@@ -58,18 +60,36 @@ def copied(tree: Path) -> Path:
     return tree
 
 
-def from_history(tree: Path) -> Path:
-    """The newest commit of the schema before this one whose code also runs on the next schema."""
-    before = newest(ROOT) - 1
-    for commit in git("log", "--full-history", "--format=%H %P", "--", *RULE).decode().split():
-        names = git("ls-tree", "--name-only", commit, f"{MIGRATIONS}/postgresql/", may_fail=True).split()
-        if len(names) == before and b"newest + 1" in git("show", f"{commit}:{RULE[1]}", may_fail=True):
-            with tarfile.open(fileobj=BytesIO(git("archive", commit, "src", "tests"))) as archive:
-                archive.extractall(tree, filter="data")
-            if not (tree / PROCESS).exists():
-                shutil.copy(ROOT / PROCESS, tree / PROCESS)
-            return tree
-    pytest.skip(f"no commit in this clone has schema {before} and code that runs on schema {before + 1}")
+def from_history(old: Path, new: Path) -> tuple[Path, Path]:
+    """An older version as it was committed, and a version of the schema after it."""
+    schemas = {commit: schema for commit in commits() if (schema := runs_on_the_next(commit))}
+    before = [commit for commit, schema in schemas.items() if schema == newest(ROOT) - 1]
+    same = [commit for commit, schema in schemas.items() if schema == newest(ROOT)]
+    if before:
+        return extracted(before[0], old), copied(new)
+    if same:
+        return extracted(same[-1], old), later(new, 1)
+    pytest.skip("no commit in this clone has code that runs on the next schema")
+
+
+def commits() -> list[str]:
+    """Those that changed which schemas there are, or on which of them code runs; the newest first."""
+    return git("log", "--full-history", "--format=%H", "--", *RULE).decode().split()
+
+
+def runs_on_the_next(commit: str) -> int | None:
+    """The schema of the commit, if its code also runs on the next one."""
+    names = git("ls-tree", "--name-only", commit, f"{MIGRATIONS}/postgresql/").split()
+    return len(names) if b"newest + 1" in git("show", f"{commit}:{RULE[1]}", may_fail=True) else None
+
+
+def extracted(commit: str, tree: Path) -> Path:
+    tree.mkdir()
+    with tarfile.open(fileobj=BytesIO(git("archive", commit, "src", "tests"))) as archive:
+        archive.extractall(tree, filter="data")
+    if not (tree / PROCESS).exists():
+        shutil.copy(ROOT / PROCESS, tree / PROCESS)
+    return tree
 
 
 def git(*words: str, may_fail: bool = False) -> bytes:
@@ -183,13 +203,14 @@ def place_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return url
 
 
-@pytest.fixture(params=["this and the next", "the one before and this"])
+@pytest.fixture(params=["this and the next", "the next two", "one from history and the next"])
 def place(request: pytest.FixtureRequest, place_url: str, tmp_path: Path) -> Iterator[Place]:
-    (tmp_path / "old").mkdir()
     if request.param == "this and the next":
-        old, new = copied(tmp_path / "old"), with_one_more(tmp_path / "new")
+        old, new = copied(tmp_path / "old"), later(tmp_path / "new", 1)
+    elif request.param == "the next two":
+        old, new = later(tmp_path / "old", 1), later(tmp_path / "new", 2)
     else:
-        old, new = from_history(tmp_path / "old"), copied(tmp_path / "new")
+        old, new = from_history(tmp_path / "old", tmp_path / "new")
     made = Place(place_url, tmp_path, old, new)
     yield made
     for one in made.running:

@@ -25,7 +25,7 @@ def outlasts(stage: Stage, name: str, fault: Fault, seconds: float) -> None:
 
 
 def note(name: str, seconds: float, bound: float, published: float, processed: float) -> None:
-    """Keep the figures for docs/outages.md, if somebody asks for them."""
+    """Keep the figures for docs/reference/outages.md, if somebody asks for them."""
     if file := os.environ.get("ONCEBOX_OUTAGES"):
         row = {"fault": name, "seconds": seconds, "bound": bound, "published": published, "processed": processed}
         with Path(file).open("a") as rows:

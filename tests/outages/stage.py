@@ -61,7 +61,7 @@ SHORT = Times(
     database={"connect_timeout": "2"},
 )
 DEFAULT = Times(
-    lease=timedelta(seconds=30), reaper_interval=timedelta(seconds=10), shift=timedelta(seconds=10), process=()
+    lease=timedelta(seconds=30), reaper_interval=timedelta(seconds=10), shift=timedelta(seconds=30), process=()
 )
 
 

@@ -12,7 +12,7 @@ from oncebox.processor.inbox import identities_in
 from oncebox.processor.records import progress_from
 from oncebox.producer.payload import Encoder
 from oncebox.sources.base import Message, Position, Progress, SourcePartition
-from oncebox.states.base import Space, StateStore, StateView
+from oncebox.states.base import Space, StatePartition, StateStore, StateView
 
 BORN = datetime(2026, 1, 1, tzinfo=UTC)
 STEPS = ("taken", "marked", "handled", "committed", "acknowledged", "forwarded")
@@ -88,7 +88,9 @@ class Lives:
         self.rounds: list[Round] = []
 
     def engine(self, at: Callable[[str], None] = lambda _: None) -> Engine:
-        state = self._states.own(self.app.name, 0, 1, owner="test")
+        return self.engine_of(self._states.own(self.app.name, 0, 1, owner="test"), at=at)
+
+    def engine_of(self, state: StatePartition, *, at: Callable[[str], None], run: str | None = None) -> Engine:
         progress = progress_from(state.get(Space.CHECKPOINTS, [b"log"]).get(b"log"))
         return Engine(
             self.app,
@@ -98,6 +100,7 @@ class Lives:
             log_source=True,
             encode=Encoder().payload,
             outbox=self._outbox,
+            run=run,
             at=at,
         )
 

@@ -1,5 +1,6 @@
 """A state store that is older than its source: what is read again, and what stops until an operator decides."""
 
+import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -7,6 +8,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import cast
+from urllib.parse import urlsplit
 
 import psycopg
 import pytest
@@ -27,9 +29,10 @@ from oncebox.states.base import Space, StateStore
 from oncebox.stores.base import Query
 from oncebox.testing.kafka import Kafka
 from oncebox.testing.publishing import given
+from oncebox.testing.servers import PostgreSQL
 from oncebox.wiring import open_source, open_state
 from tests.processor.brokers import WAIT, Totals, engines, orders, publish, run, state_of, sums
-from tests.processor.stage import dies_at
+from tests.processor.stage import dies_at, effected
 
 BEFORE, AFTER, LATER = range(20), range(20, 60), range(60, 70)
 ALL = range(60)
@@ -44,14 +47,20 @@ class Disk(ABC):
     def open(self) -> StateStore:
         return open_state(self.url)
 
-    @abstractmethod
-    def back_up(self) -> None: ...
+    def at(self, step: str) -> None:  # noqa: B027 - for those that lose what is under way
+        """Called at each step of a processor that works on it."""
 
     @abstractmethod
-    def lose(self) -> None: ...
+    def back_up(self) -> None:
+        """Keep what is there now."""
 
     @abstractmethod
-    def restore(self) -> None: ...
+    def lose(self) -> None:
+        """Remove all of it."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Have an older state in its place."""
 
 
 class Folder(Disk):
@@ -70,7 +79,27 @@ class Folder(Disk):
         shutil.copytree(self._copy, self._folder)
 
 
+class CutLog(Folder):
+    """The power fails while RocksDB is open, and the end of its log was never written to disk."""
+
+    def back_up(self) -> None:
+        """The disk itself is what is left."""
+
+    def at(self, step: str) -> None:
+        if step == "acknowledged":
+            shutil.rmtree(self._copy, ignore_errors=True)
+            shutil.copytree(self._folder, self._copy)
+
+    def restore(self) -> None:
+        super().restore()
+        (log,) = self._folder.rglob("*.log")
+        with log.open("r+b") as file:
+            file.truncate(log.stat().st_size // 2)
+
+
 class Database(Disk):
+    """An export that is imported, beside an outbox that is in the same database."""
+
     def back_up(self) -> None:
         with closing(self.open()) as store:
             self._lines = list(exports.exported(store, "totals"))
@@ -85,11 +114,31 @@ class Database(Disk):
             exports.imported(store, "totals", self._lines)
 
 
+class FailedOver(Database):
+    """The standby that takes over had not heard of the last commits."""
+
+    def __init__(self, server: PostgreSQL, url: str) -> None:
+        super().__init__(url)
+        self._server, self._name = server, urlsplit(url).path[1:]
+
+    def back_up(self) -> None:
+        self._server.psql(f'create database "{self._name}_old" template "{self._name}"')
+
+    def restore(self) -> None:
+        self._server.psql(f'drop database "{self._name}" with (force)')
+        self._server.psql(f'alter database "{self._name}_old" rename to "{self._name}"')
+
+
+OLDER = ["sqlite", "rocksdb", "rocksdb, log cut", "postgresql", "postgresql, failed over"]
+
+
 @pytest.fixture(params=["sqlite", "rocksdb", "postgresql"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Disk:
-    if request.param == "postgresql":
-        return Database(request.getfixturevalue("postgresql_url"))
-    return Folder(request.param, tmp_path / "state")
+    kind, _, befalls = request.param.partition(", ")
+    if kind == "postgresql":
+        url: str = request.getfixturevalue("postgresql_url")
+        return FailedOver(request.getfixturevalue("postgresql"), url) if befalls else Database(url)
+    return CutLog(kind, tmp_path / "state") if befalls else Folder(kind, tmp_path / "state")
 
 
 class Stream:
@@ -123,7 +172,7 @@ def stream(request: pytest.FixtureRequest, disk: Disk, tmp_path: Path) -> Stream
         kafka: Kafka = request.getfixturevalue("kafka")
         topic = kafka.create_topic()
         return Stream(f"{kafka.url}&topic={topic}", f"{kafka.url}&destination={topic}")
-    url = disk.url if disk.url.startswith("postgresql") else f"sqlite:///{tmp_path}/outbox.db"
+    url = disk.url if type(disk) is Database else f"sqlite:///{tmp_path}/outbox.db"
     with closing(open_store(url, check_schema=False)) as store:
         store.migrate()
     return Stream(f"outbox+{url}{'?mode=read' if request.param == 'read' else ''}", url)
@@ -132,7 +181,7 @@ def stream(request: pytest.FixtureRequest, disk: Disk, tmp_path: Path) -> Stream
 def process(disk: Disk, stream: Stream, finished: int) -> dict[str, int]:
     """One shift, until so many events are done; the sums after it."""
     with closing(disk.open()) as states:
-        assert run(Totals().app, stream.url, states, finished)
+        assert run(Totals().app, stream.url, states, finished, disk.at)
         return state_of(states)
 
 
@@ -155,12 +204,25 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if "older than" in one.getMessage()]
 
 
+def distance(told: str) -> int:
+    (events,) = re.findall(r"up to (\d+) (?:more )?events", told)
+    return int(events)
+
+
+def replay_what_follows(stream: Stream, seq: int) -> None:
+    with closing(open_store(stream.to)) as store:
+        audit_id = store.begin_audit(who="ada", action="replay", why=None, what={})
+        store.replay(Query(), limit=100, after=seq, audit_id=audit_id)
+
+
 @pytest.mark.requirement("EO-01", "EO-02", "EO-03")
-def test_yesterdays_backup_is_read_on_from_where_it_can_be_and_else_stops(
+@pytest.mark.parametrize("disk", OLDER, indirect=True)
+def test_an_older_state_is_read_on_from_where_it_can_be_and_else_stops(
     disk: Disk, stream: Stream, caplog: pytest.LogCaptureFixture
 ) -> None:
     done_and_lost(disk, stream)
     disk.restore()
+    lost = range(1, len(AFTER) + 1) if isinstance(disk, CutLog) else [len(AFTER)]
     if "mode=read" in stream.url:  # from here on retention waits for it again, and nothing is left to warn of
         with closing(disk.open()) as states, engines(Totals().app, stream.url, states):
             pass
@@ -168,19 +230,37 @@ def test_yesterdays_backup_is_read_on_from_where_it_can_be_and_else_stops(
         assert process(disk, stream, len(ALL)) == sums(ALL)
         (warned,) = warnings(caplog)
         assert "totals, partition 0" in warned
-        assert "up to 40 more events" in warned
+        assert distance(warned) in lost
         process(disk, stream, len(ALL))
         assert len(warnings(caplog)) == 1
     else:
-        for _ in range(2):
-            told = refusal(disk, stream)
-            assert "totals, partition 0" in told
-            assert "up to 40 events" in told
-        with closing(open_store(stream.to)) as store:
-            audit_id = store.begin_audit(who="ada", action="replay", why=None, what={})
-            first = store.find(Query(), limit=1, after=len(BEFORE))[0].seq
-            store.replay(Query(), limit=100, after=first - 1, audit_id=audit_id)
+        told = refusal(disk, stream)
+        assert "totals, partition 0" in told
+        assert distance(told) in lost
+        assert refusal(disk, stream) == told, "nothing is forgotten by a second try"
+        (first,) = re.findall(r"seq (\d+) to", told)
+        replay_what_follows(stream, int(first) - 1)
         assert process(disk, stream, len(ALL)) == sums(ALL), "what the stop advised has helped"
+
+
+@pytest.mark.requirement("EO-01", "EO-02")
+@pytest.mark.parametrize("disk", OLDER, indirect=True)
+@pytest.mark.parametrize("stream", ["claim"], indirect=True)
+def test_the_loss_of_an_older_state_is_accepted_and_what_it_has_stays(disk: Disk, stream: Stream) -> None:
+    done_and_lost(disk, stream)
+    disk.restore()
+    missing = distance(refusal(disk, stream))
+    with closing(disk.open()) as states, closing(stream.open()) as source:
+        left = state_of(states)
+        (loss,) = accept_loss(states, "totals", source, who="ada", why="failed over")
+        assert loss.events == missing
+        assert accept_loss(states, "totals", source, who="ada", why="again") == []
+        with closing(states.look("totals", 0)) as view:
+            done = len(effected(view))
+    stream.write(LATER)
+    for key, amount in sums(LATER).items():
+        left[key] += amount
+    assert process(disk, stream, done + len(LATER)) == left
 
 
 @pytest.mark.requirement("EO-01", "EO-02")

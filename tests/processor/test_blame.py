@@ -1,11 +1,13 @@
 """What no state store takes is the failure of one event: it is found, retried and given up, and all others go on."""
 
+import asyncio
 import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,24 @@ def test_an_exception_that_cannot_say_what_it_is_has_its_letter(states: StateSto
     lives.until_done(lives=1)
     only_the_second_died(lives, "Mute: (its text can't be had: __str__ raised RuntimeError)")
     assert "raise Mute" in letters(lives)[0].traceback
+
+
+@pytest.mark.requirement("EO-07", "EO-08")
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_a_task_that_was_cancelled_is_the_failure_of_the_event_whose_handler_awaited_it(states: StateStore) -> None:
+    """A CancelledError is no Exception: it would end the process."""
+    app = app_of(Counter())
+
+    @app.on("cancels")
+    async def cancels(event: Event, ctx: Context) -> None:
+        part = asyncio.create_task(asyncio.sleep(60))
+        part.cancel("enough")
+        await part
+
+    lives = Lives(app, filled("order.created", "cancels", "order.created"), states)
+    lives.until_done(lives=1)
+    only_the_second_died(lives, "CancelledError")
+    assert "await part" in letters(lives)[0].traceback
 
 
 @pytest.mark.requirement("EO-07", "EO-08")
@@ -368,6 +388,61 @@ def test_a_statement_that_a_handler_leaves_half_read_holds_up_nothing(states: St
     lives.until_done(lives=1)
     assert counts(lives) == {"0": 1, "2": 1}
     assert [letter.error for letter in letters(lives)] == ["RuntimeError: half"] * fails
+
+
+def leave_open(connection: Any, what: str) -> Any:
+    """What a handler may begin on PostgreSQL's connection, and never end; how the test ends it at last."""
+    if what == "copy":
+        copy = connection.cursor().copy("copy pg_temp.half from stdin")
+        copy.__enter__()
+        return partial(copy.__exit__, None, None, None)
+    if what == "pipeline":
+        pipeline = connection.pipeline()
+        pipeline.__enter__()
+        connection.execute("insert into pg_temp.half values (1)")
+        return partial(pipeline.__exit__, None, None, None)
+    rows = connection.cursor().stream("select generate_series(1, 100000)")
+    next(rows)
+    return rows.close
+
+
+@pytest.mark.requirement("EO-07", "EO-08")
+@pytest.mark.parametrize("what", ["copy", "pipeline", "stream"])
+def test_what_a_handler_leaves_open_on_its_connection_is_the_failure_of_its_event(
+    postgresql_url: str, what: str
+) -> None:
+    """The connection answers nobody while it is open: to wait for it would take for ever."""
+    app = app_of(Counter())
+    kept: list[Any] = []
+
+    @app.on("leaves")
+    def leaves(event: Event, ctx: Context) -> None:
+        ctx.connection.execute("create temporary table if not exists half (id int)")
+        ctx.state.put("leaves", 1)
+        kept.append(leave_open(ctx.connection, what))
+
+    with closing(open_state(postgresql_url)) as states:
+        lives = Lives(app, filled("order.created", "leaves", "order.created"), states)
+        lives.until_done(lives=1)
+        only_the_second_died(lives, "by a stream, a COPY or a pipeline that it has left open")
+    for end in kept:
+        with suppress(psycopg.Error):
+            end()
+
+
+def test_a_handler_that_fails_while_it_reads_a_stream_is_blamed_by_its_own_error(postgresql_url: str) -> None:
+    app = app_of(Counter())
+
+    @app.on("reads")
+    def reads(event: Event, ctx: Context) -> None:
+        rows = ctx.connection.cursor().stream("select generate_series(1, 100000)")
+        for (number,) in rows:
+            raise RuntimeError(f"no more after {number}")
+
+    with closing(open_state(postgresql_url)) as states:
+        lives = Lives(app, filled("order.created", "reads", "order.created"), states)
+        lives.until_done(lives=1)
+        only_the_second_died(lives, "RuntimeError: no more after 1")
 
 
 @pytest.mark.usefixtures("impatient")
@@ -587,3 +662,23 @@ def test_a_change_that_is_refused_is_told_from_a_store_that_is_not_there(states:
     assert state.scan(Space.STATE) == []
     state.commit([Write(Space.STATE, b"after", b"")])
     state.close()
+
+
+@pytest.mark.requirement("EO-08")
+@pytest.mark.parametrize("field", ["ordering_key", "partition_key", "content_type", "metadata"])
+def test_a_strangers_event_with_a_field_of_any_size_is_a_dead_letter_that_can_be_written(
+    states: StateStore, field: str
+) -> None:
+    app = app_of(Counter(), max_retries=0)
+
+    @app.on("fails")
+    def fails(event: Event, ctx: Context) -> None:
+        raise ValueError("no")
+
+    log = Log()
+    huge: Any = {"note": "x" * (70 * MIB)} if field == "metadata" else "x" * (70 * MIB)
+    log.add(event("1", 7, "fails")._replace(**{field: huge}))
+    lives = Lives(app, log, states)
+    lives.until_done(lives=1)
+    (letter,) = letters(lives)
+    assert (letter.event.payload, field in letter.cut) == (b"7", True)

@@ -102,6 +102,39 @@ def test_what_a_failed_handler_wrote_is_undone_and_the_others_stay(states: State
     assert len(lives.entries(Space.DEAD_LETTERS)) == 2
 
 
+def as_dict(cursor: Any, row: Any) -> dict[str, Any]:
+    """As the documentation of Python's sqlite3 shows it."""
+    return {column[0]: value for column, value in zip(cursor.description, row, strict=True)}
+
+
+@pytest.mark.requirement("EO-01")
+def test_how_a_handler_has_its_rows_made_changes_nothing_but_its_own_rows(states: StateStore, url: str) -> None:
+    app = Processor("bills")
+    seen: list[Any] = []
+
+    @app.default
+    def bill(event: Event, ctx: Context) -> None:
+        connection = ctx.connection
+        if url.startswith("sqlite"):
+            connection.row_factory, connection.text_factory = as_dict, bytes
+        else:
+            connection.row_factory = psycopg.rows.dict_row
+        ctx.state.add("all")
+        ctx.state.put("last", event.event_type)
+        seen.append(connection.execute("select 1 as one").fetchone())
+        assert ctx.state.get("last") == event.event_type
+
+    log = Log()
+    lives = Lives(app, log, states)
+    for _ in range(3):  # each life, and each batch of one, reads what the one before has written
+        for number in range(2):
+            log.add(event("k", number))
+            lives.until_done(lives=1)
+    assert {key: decoded(value) for key, value in lives.state().items()} == {b"all": 6, b"last": "order.created"}
+    assert seen == [{"one": 1}] * 6
+    assert lives.entries(Space.DEAD_LETTERS) == {}
+
+
 @pytest.mark.parametrize("statement", ["commit", "ROLLBACK", " -- mine\n end"])
 def test_a_handler_that_ends_the_transaction_is_refused(states: StateStore, url: str, statement: str) -> None:
     app = ledger(url, max_retries=0)

@@ -18,7 +18,7 @@ from oncebox.processor.records import dead_letter_from, progress_from
 from oncebox.sources.base import Progress
 from oncebox.states.base import Space, StateStore
 from oncebox.wiring import open_state
-from tests.processor.stage import STEPS, Died, Lives, Log, dies_at, event
+from tests.processor.stage import STEPS, Died, Lives, Log, LogPartition, dies_at, event
 
 QUICK = {"retry_delay": timedelta(milliseconds=1), "retry_delay_max": timedelta(milliseconds=2)}
 
@@ -244,6 +244,28 @@ def test_a_handler_that_kills_its_process_ends_among_the_dead_letters_alone(stat
     assert letter.event.payload == b"13"
 
 
+@pytest.mark.requirement("EO-06")
+def test_events_that_were_in_company_at_a_death_stay_suspect_over_the_next(states: StateStore) -> None:
+    """Otherwise the second killer would take a whole batch with it once more."""
+    app = Processor("killers", max_retries=1, **QUICK)  # type: ignore[arg-type]
+    deaths: list[bytes] = []
+
+    @app.on("order.created")
+    def dies(event: Event, ctx: Context) -> None:
+        if event.payload in (b"0", b"5"):
+            deaths.append(event.payload)
+            raise Died
+        ctx.state.add("sum", int(event.payload))
+
+    log = Log()
+    for number in range(10):
+        log.add(event(key=None, amount=number))
+    lives = Lives(app, log, states)
+    lives.until_done()
+    assert sums(lives) == {"sum": sum(range(10)) - 5}
+    assert sorted(deaths) == [b"0"] * 3 + [b"5"] * 2, "one death in company, and two of each killer alone"
+
+
 def test_what_a_failed_handler_put_is_not_seen_by_the_next(states: StateStore) -> None:
     app = Processor("overlay", max_retries=0)
     seen: list[object] = []
@@ -351,7 +373,7 @@ def test_a_zombies_commit_is_refused(tmp_path: Path, outbox: OutboxStore) -> Non
 
 
 def test_the_source_is_told_what_is_still_worked_on(states: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oncebox.processor.engine.HOLD", 0.0)
+    monkeypatch.setattr(LogPartition, "hold_interval", timedelta(0))
     app = Processor("slow")
     told: list[int] = []
 

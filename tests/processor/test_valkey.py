@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import redis
 
-from oncebox import clock
+from oncebox import Event, clock
 from oncebox.admin import LetterQuery, Letters
-from oncebox.errors import InvalidSetting, SourceUnavailable
-from oncebox.processor import Processor
+from oncebox.admin.losses import accept_loss
+from oncebox.errors import InvalidSetting, SourceUnavailable, StateBehind
+from oncebox.processor import Context, Processor
 from oncebox.processor.engine import LOST
 from oncebox.processor.records import progress_from
 from oncebox.processor.requests import Action, Audited, Named, Request, asking
@@ -21,6 +22,7 @@ from oncebox.sources.valkey import PAGE
 from oncebox.states.base import Space, StateStore, Write
 from oncebox.testing.publishing import given
 from oncebox.testing.servers import Valkey
+from oncebox.wiring import open_source, open_state
 from tests.processor.brokers import WAIT, Totals, engines, run, state_of
 from tests.processor.stage import dies_at
 
@@ -46,9 +48,9 @@ class Stream:
         found = self.client.xpending_range(self.name, "totals", "-", "+", 1_000)
         return [int(one["message_id"].partition(b"-")[0]) for one in found]
 
-    def settled(self) -> bool:
+    def settled(self, waiting: Sequence[int] = ()) -> bool:
         (group,) = self.client.xinfo_groups(self.name)
-        return not group["pending"] and group["last-delivered-id"] == self._last()
+        return self.pending() == [*waiting] and group["last-delivered-id"] == self._last()
 
     def _last(self) -> bytes:
         return bytes(self.client.xinfo_stream(self.name)["last-generated-id"])
@@ -231,6 +233,61 @@ def test_what_a_server_adds_after_it_lost_the_end_of_its_stream_is_processed(
         given.patiently(lambda: (engine.step(wait=WAIT), stream.settled())[1])
         engine.close()
     assert totals.runs == [8, 9]
+
+
+@pytest.mark.requirement("EO-03")
+def test_what_a_server_adds_after_it_lost_what_was_done_above_a_waiting_entry_is_processed(
+    stream: Stream, totals: Totals, states: StateStore
+) -> None:
+    hour = timedelta(hours=1)
+    totals.app = Processor("totals", inbox=INBOX, retry_delay=hour, retry_delay_max=hour)
+
+    @totals.app.default
+    def total(event: Event, ctx: Context) -> None:
+        if event.payload == b"4":
+            raise RuntimeError("later")
+        totals.total(event, ctx)
+
+    def shift(*amounts: int) -> None:
+        with engines(totals.app, stream.url, states) as ((engine, _),):
+            stream.add(*amounts)
+            given.patiently(lambda: (engine.step(wait=WAIT), stream.settled([4]))[1])
+            engine.close()
+
+    shift(*FIRST[:6])
+    kept = stream.client.dump(stream.name)
+    shift(*FIRST[6:])
+    assert checkpoint(states, stream).low == (3, 0)
+    forget_inbox()
+    stream.client.restore(stream.name, 0, kept, replace=True)
+    totals.runs.clear()
+    shift(8, 9)
+    assert totals.runs == [8, 9]
+
+
+@pytest.mark.requirement("EO-02", "EO-03")
+def test_an_accepted_loss_stops_nothing_more_and_can_still_be_read_again(
+    stream: Stream, totals: Totals, tmp_path: Path
+) -> None:
+    """What was lost had no effect, so no checkpoint covers it, also when the mark is above it."""
+    with closing(open_state(f"sqlite:///{tmp_path}/lost")) as states:
+        stream.add(*FIRST)
+        settle(totals, stream, states)
+    with closing(open_state(f"sqlite:///{tmp_path}/new")) as states:
+        with pytest.raises(StateBehind), engines(totals.app, stream.url, states):
+            pass
+        with closing(open_source(stream.url, consumer="totals")) as source:
+            (loss,) = accept_loss(states, "totals", source, who="ada", why="no backup")
+            assert loss.events == len(FIRST)
+            assert accept_loss(states, "totals", source, who="ada", why="again") == []
+        totals.runs.clear()
+        stream.add(11, 12)
+        settle(totals, stream, states)
+        assert totals.runs == [11, 12]
+        forget_inbox()
+        stream.client.xgroup_setid(stream.name, "totals", "0")
+        settle(totals, stream, states)
+        assert totals.runs == [11, 12, *FIRST]
 
 
 # --- what the stream no longer has ------------------------------------------------------------------------------------

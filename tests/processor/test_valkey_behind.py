@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from oncebox import Event, clock
+from oncebox.admin.losses import accept_loss
 from oncebox.errors import Fenced, SourceUnavailable
 from oncebox.processor import Context, Permanent, Processor
 from oncebox.processor.app import Limits
@@ -30,10 +31,10 @@ from oncebox.sources.valkey import ValkeySource
 from oncebox.spark.reports import TaskEnded
 from oncebox.states.base import Space, StatePartition, StateStore
 from oncebox.testing.servers import PostgreSQL, Valkey
-from oncebox.wiring import open_state
+from oncebox.wiring import open_source, open_state
 from tests.crash.process_stage import Source, at_desk, emitting, events, outcome, valkey
 from tests.crash.process_target import Order
-from tests.processor.stage import STEPS, Died
+from tests.processor.stage import STEPS, Died, effected
 
 WRITTEN = events(31)
 BEFORE = 10  # so many were done when the backup was made
@@ -156,6 +157,44 @@ def test_a_state_store_that_is_older_than_its_source_stops_the_processor(
         client.xgroup_setid(stream, "totals", low)
     finish(order, made, len(WRITTEN))
     assert sum(outcome(order.state, None).state[f"sum/{key}"] for key in "abc") == RIGHT
+
+
+@pytest.mark.requirement("EO-02", "EO-03")
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_loss_is_accepted_whatever_lost_it_and_what_comes_then_is_handled(
+    request: pytest.FixtureRequest, valkey_server: Valkey, tmp_path: Path, loss: str
+) -> None:
+    store = LOSSES[loss](tmp_path, request)
+    made = valkey(valkey_server.url, copies=1)
+    order = Order(source=made.url, state=store.url, emit=emitting("", tmp_path), goal=len(WRITTEN))
+    made.add(WRITTEN[:BEFORE])
+    finish(order, made, BEFORE)
+    store.keep()
+    made.add(WRITTEN[BEFORE:])
+    finish(order, made, len(WRITTEN), store.crash)
+    store.damage()
+    with at_desk(order) as turns, pytest.raises(TaskEnded, match="StateBehind"):
+        turns.turn()
+    left, done = total(order), known(order)
+    with closing(open_state(order.state)) as states, closing(open_source(made.url, consumer="totals")) as source:
+        (accepted,) = accept_loss(states, "totals", source, who="ada", why="no backup")
+        assert accepted.events == len(WRITTEN) - done
+        assert accept_loss(states, "totals", source, who="ada", why="again") == []
+    later = events(5)
+    made.add(later)
+    finish(order, made, done + len(later))
+    assert total(order) == left + sum(int(one.payload) for one in later)
+
+
+def total(order: Order) -> int:
+    """Of all keys; 0 before the first event."""
+    return sum(outcome(order.state, None).state.get(f"sum/{key}", 0) for key in "abc")
+
+
+def known(order: Order) -> int:
+    """How many events have had their effect."""
+    with closing(open_state(order.state)) as states, closing(states.look("totals", 0)) as view:
+        return len(effected(view))
 
 
 def test_the_stop_names_the_partition_that_is_behind(valkey_server: Valkey, tmp_path: Path) -> None:

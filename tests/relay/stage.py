@@ -16,6 +16,7 @@ from oncebox.config import Control, Timing
 from oncebox.event import Claim, NewEvent, State
 from oncebox.publishers.base import Deadline, Outcome, Publisher
 from oncebox.relay.breaker import Breaker
+from oncebox.relay.call_size import CallSize
 from oncebox.relay.delivery import AtStep, Batch
 from oncebox.relay.presence import Presence
 from oncebox.relay.reaper import Reaper
@@ -142,6 +143,7 @@ class Stage:
         at: AtStep = lambda _: None,
         store: OutboxStore | None = None,
         heartbeat_store: OutboxStore | None = None,
+        call_size: CallSize | None = None,
         **changes: Any,
     ) -> RelayWorker:
         settings = relay_settings(**changes)
@@ -150,6 +152,7 @@ class Stage:
             heartbeat_store=heartbeat_store or self.open(),
             publisher=publisher,
             breaker=Breaker(settings.pause_min, settings.pause_max),
+            call_size=call_size or CallSize(),
         )
         return RelayWorker(parts, settings, worker_id=new_worker_id("relay/test"), relay=relay, at=at)
 
@@ -176,10 +179,10 @@ class Stage:
             stop.set()
             thread.join(PATIENCE_SECONDS)
 
-    def presence(self, store: OutboxStore | None = None, timing: Timing | None = None) -> Presence:
+    def presence(self, store: OutboxStore | None = None, timing: Timing | None = None, **details: object) -> Presence:
         """A relay that has signed on; `announce_stop` is the order to stop."""
         relay = f"relay/{clock.uuid7().hex[-12:]}"
-        presence = Presence(lambda: store or self.open(), relay, timing or Timing(), {})
+        presence = Presence(lambda: store or self.open(), relay, timing or Timing(), details)
         presence.begin(self.store)
         return presence
 

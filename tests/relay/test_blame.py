@@ -12,7 +12,9 @@ from tests.relay.stage import Stage, patiently
 
 
 @pytest.mark.requirement("LC-09", "LC-18")
-def test_an_event_too_large_for_its_topic_is_dead_at_once_with_the_reason(stage: Stage, kafka: Kafka) -> None:
+def test_an_event_too_large_for_its_topic_is_dead_at_once_with_the_reason(
+    stage: Stage, kafka: Kafka, caplog: pytest.LogCaptureFixture
+) -> None:
     topic = kafka.create_topic(max_message_bytes="5000")
     (large,) = stage.append(event_type=topic, payload=b"x" * 60_000)
     stage.append(3, event_type=topic)
@@ -21,6 +23,8 @@ def test_an_event_too_large_for_its_topic_is_dead_at_once_with_the_reason(stage:
     record = stage.record(large)
     assert (record.state, record.failures, record.attempts) == (State.DEAD, 1, 1)
     assert f"topic {topic} takes 5,000 bytes" in record.last_error
+    (logged,) = [one.getMessage() for one in caplog.records if "is DEAD" in one.getMessage()]
+    assert f"event {large} ({topic}) is DEAD: {record.last_error}" in logged
 
 
 @pytest.mark.requirement("LC-09", "EM-06")

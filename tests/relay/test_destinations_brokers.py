@@ -12,7 +12,7 @@ from oncebox.cli import main
 from oncebox.testing.kafka import Kafka
 from oncebox.testing.servers import Valkey
 from oncebox.wiring import open_publisher
-from tests.relay.stage import Stage, patiently
+from tests.relay.stage import BRIEF, Stage, patiently
 
 pytestmark = pytest.mark.requirement("LR-042")
 
@@ -46,6 +46,23 @@ def test_a_kafka_topic_that_does_not_exist_is_named_until_it_is_created(
     assert said[0].startswith(f"destination {topic} fails: topic {topic}: ")
     assert said[0].endswith("; 4 events wait for it")
     assert said[-1].startswith(f"destination {topic} takes events again, after")
+
+
+def test_a_kafka_that_stands_still_is_said_to_acknowledge_nothing(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Kafka() as kafka, closing(open_publisher(kafka.url)) as publisher:
+        topic = kafka.create_topic()
+        with stage.reaping(), stage.working(publisher, timing=BRIEF):
+            stage.append(1, event_type=topic)
+            stage.until_states(PUBLISHED=1)
+            kafka.pause()
+            stage.append(3, event_type=topic)
+            patiently(stage.store.failing_destinations)
+            (failing,) = oncebox(stage, capsys, "stats")["failing_destinations"]
+            assert failing["reason"] == f"topic {topic}: the brokers have not acknowledged it"
+            kafka.resume()
+            stage.until_states(PUBLISHED=4)
 
 
 def test_a_valkey_that_is_down_is_reported_without_its_password(

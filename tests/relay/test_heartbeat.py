@@ -240,14 +240,14 @@ def test_a_heartbeat_that_fails_in_a_way_that_nobody_expected_is_a_failed_heartb
             patiently(lambda: deadline.lost)
         return None
 
-    def fail() -> None:
-        raise LookupError("a row of another version")
+    def fail(relay: str | None) -> None:
+        raise LookupError(f"a row of another version of {relay}")
 
     stage.append(2)
     with stage.reaping(), stage.working(stage.publisher(script), timing=BRIEF, heartbeat_store=odd) as work:
         gate.await_somebody()
         with monkeypatch.context() as patch:
-            patch.setattr(odd, "control", fail)
+            patch.setattr(odd, "control_snapshot", fail)
             gate.open()
             patiently(lambda: work.batches)
             assert work.batches[0].abandoned

@@ -13,7 +13,8 @@ import pytest
 from oncebox import clock, telemetry
 from oncebox.config import Budget
 from oncebox.event import State
-from oncebox.relay.living import born, this_process
+from oncebox.relay import reaper as reaper_module
+from oncebox.relay.living import born, known_dead, this_process
 from oncebox.relay.reaper import REAP_LIMIT, STALL, Reaper
 from oncebox.stores.base import Worker
 from oncebox.testing.proxy import Proxy
@@ -167,6 +168,45 @@ def test_a_running_reaper_finds_a_killed_worker_by_itself(stage: Stage, process:
         process.kill()
         process.wait()
         stage.until_states(PENDING=3)
+
+
+@pytest.mark.requirement("LR-052")
+def test_a_reaper_reads_all_workers_now_and_then_and_at_once_when_one_is_gone(
+    stage: Stage, process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In between it asks the machine, which costs the store nothing."""
+    looks: list[int] = []
+
+    def look(worker: Worker) -> bool:
+        looks.append(worker.pid)
+        return known_dead(worker)
+
+    monkeypatch.setattr(reaper_module, "LOOK", 0.01)
+    monkeypatch.setattr(reaper_module, "LIST_EVERY", LONG.total_seconds())
+    monkeypatch.setattr(reaper_module, "known_dead", look)
+    signed_on(stage, process)
+    with stage.reaping(interval=LONG):
+        listed = Listed(stage, monkeypatch)
+        for _ in range(10):
+            seen = len(looks)
+            patiently(lambda seen=seen: len(looks) > seen)  # type: ignore[misc]
+        assert listed.count == 0
+        process.kill()
+        process.wait()
+        stage.until_states(PENDING=3)
+
+
+class Listed:
+    """Counts how often the reaper reads all workers."""
+
+    def __init__(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self._read = stage.opened[-1].workers
+        monkeypatch.setattr(stage.opened[-1], "workers", self._counted)
+
+    def _counted(self) -> list[Worker]:
+        self.count += 1
+        return self._read()
 
 
 def test_a_worker_that_is_only_stopped_keeps_its_claims(

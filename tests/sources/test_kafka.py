@@ -12,6 +12,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 
 from oncebox.errors import InvalidSetting, PositionGone, SourceUnavailable
 from oncebox.processor.progress import Tracker
+from oncebox.processor.records import progress_bytes, progress_from
 from oncebox.publishers.kafka import KafkaPublisher
 from oncebox.sources.base import Message, Progress, SourcePartition
 from oncebox.sources.kafka import KafkaPartition, KafkaSource
@@ -102,6 +103,20 @@ def test_a_leader_that_moves_while_a_partition_is_opened_is_asked_again(
     source._admin = Moving(source._client(), name, 2, code)  # type: ignore[assignment]
     rest = source.partition(0, Progress(kept), owner="two")  # asks everything that an opening asks
     rest.close()
+
+
+def test_a_topic_that_a_starting_broker_does_not_know_yet_is_not_gone(
+    kafka: Kafka, topic: str, source: KafkaSource
+) -> None:
+    write_in_transactions(kafka, topic, 1)
+    part = source.partition(0, Progress(), owner="one")
+    (first,) = read(part, 1)
+    unknown = KafkaError.UNKNOWN_TOPIC_OR_PART
+    source._admin = Moving(source._client(), "describe_topics", 3, unknown)  # type: ignore[assignment]
+    assert part._meaning(KafkaError(unknown)) is None
+    part.close()
+    source._admin = Moving(source._client(), "describe_topics", 3, unknown)  # type: ignore[assignment]
+    source.partition(0, Progress(first.position), owner="two").close()
 
 
 @pytest.mark.parametrize("code", [KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.INVALID_REQUEST])
@@ -296,6 +311,17 @@ def write_one_by_one(kafka: Kafka, topic: str, first: int, last: int) -> None:
         producer.flush()
 
 
+def above_one_that_waits(
+    part: SourcePartition, found: list[Message], number: int, progress: Progress | None = None
+) -> Progress:
+    """The checkpoint when all of these are done but one, as the next life reads it."""
+    positions = [message.position for message in found]
+    tracker = Tracker(progress or Progress(), part.to_keep)
+    tracker.delivered(positions)
+    tracker.finished([position for position in positions if position[0] != number])
+    return progress_from(progress_bytes(tracker.progress))
+
+
 @pytest.fixture
 def own_kafka() -> Iterator[Kafka]:
     """One that may lose its power."""
@@ -312,6 +338,8 @@ def test_a_log_that_lost_its_end_and_grew_again_is_gone_and_one_that_lost_nothin
         found = read(live, 10)
         assert [message.position for message in found] == [(offset, live._mark) for offset in range(10)]
         middle, last = live.to_keep(found[3].position), live.to_keep(found[9].position)
+        waiting = above_one_that_waits(live, found, 4)
+        assert (waiting.low, waiting.last) == (middle, last)
         with closing(KafkaSource.open(f"{own_kafka.url}&topic={topic}&start=latest", consumer="end")) as at_end:
             begun = at_end.partition(0, Progress(), owner="one")
             origin = begun.origin
@@ -324,6 +352,17 @@ def test_a_log_that_lost_its_end_and_grew_again_is_gone_and_one_that_lost_nothin
         write_one_by_one(own_kafka, topic, 10, 12)
         assert payloads(read(again, 2)) == [b"10", b"11"]
         again.close()
+        again = source.partition(0, waiting, owner="two")
+        older = Progress(waiting.low, waiting.done)
+        assert above_one_that_waits(again, [], 4, older) == older, "nobody has said who wrote what is not read yet"
+        later = above_one_that_waits(again, read(again, 8), 4, waiting)
+        assert later.last is not None
+        assert later.last[2] > last[2], "the broker that came back wrote it"
+        assert above_one_that_waits(again, [], 4, later) == later
+        again.close()
+        again = source.partition(0, later, owner="two")
+        assert payloads(read(again, 8))[-1] == b"11"
+        again.close()
 
         own_kafka.lose_records(topic, 0, 5)
         write_one_by_one(own_kafka, topic, 20, 30)  # by the offset alone nobody would see it
@@ -334,6 +373,11 @@ def test_a_log_that_lost_its_end_and_grew_again_is_gone_and_one_that_lost_nothin
             cut = source.partition(0, checkpoint, owner="four")
             with pytest.raises(PositionGone, match="truncation"):
                 read(cut, 1)
+            cut.close()
+        for checkpoint in (waiting, later):  # its mark was not cut off, and what is done above it was
+            cut = source.partition(0, checkpoint, owner="five")
+            with pytest.raises(PositionGone, match="was cut off and has grown again"):
+                read(cut, 11)
             cut.close()
         with pytest.raises(PositionGone):
             given.patiently(lambda: live.poll(1, bytes_max=1 << 20, timeout=MOMENT) is None)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from oncebox import clock
-from oncebox.errors import InvalidSetting, PositionGone, UnknownSource
+from oncebox.errors import ContinuityLost, InvalidSetting, PositionGone, UnknownSource
 from oncebox.event import NewEvent, Published, State
 from oncebox.sources.base import Message, Progress, SourcePartition
 from oncebox.sources.outbox import OutboxSource
@@ -171,15 +171,34 @@ def test_retention_waits_until_a_reader_is_done(store: OutboxStore, log: OutboxS
     second = log.partition(0, Progress(found[8].position), owner="two")
     second.ack(take(second))
     second.close()
-    assert given.patiently(lambda: prune(store) == 10)
+    assert given.patiently(lambda: prune(store) == 9), "the last event that it has read is its proof"
+    assert prune(store) == 0
+
+
+def test_a_position_keeps_its_proof_until_what_is_above_it_is_acknowledged(
+    store: OutboxStore, log: OutboxSource
+) -> None:
+    part = log.partition(0, Progress(), owner="one")
+    messages = take(part)
+    first, second, *_, last = (message.position for message in messages)
+    for position in (first, last, second):  # done above an event that waits for its retry
+        assert len(part.to_keep(position)) > len(position)
+    part.ack(messages[:2])
+    assert part.to_keep(first) == first
+    assert len(part.to_keep(second)) > len(second)
 
 
 def test_a_checkpoint_of_another_outbox_stops_the_reader(store: OutboxStore, log: OutboxSource) -> None:
     part = log.partition(0, Progress(), owner="one")
     seq, mark = take(part)[-1].position
-    for low in ((seq, mark + 1), (seq + 1, mark)):
-        with pytest.raises(PositionGone, match="another outbox"):
-            log.partition(0, Progress(low), owner="two")
+    waiting = Progress((seq - 1, mark), frozenset({(seq + 1, mark)}))  # done above an event that waits for its retry
+    for progress, told in (
+        (Progress((seq, mark + 1)), "another outbox"),
+        (Progress((seq + 1, mark)), "the log ends at seq 10"),
+        (waiting, "the log ends at seq 10"),
+    ):
+        with pytest.raises(ContinuityLost, match=told):
+            log.partition(0, progress, owner="two")
     assert store.readers()
 
 
@@ -194,5 +213,6 @@ def test_what_retention_took_from_a_reader_that_was_struck_off_stops_it(store: O
     again = log.partition(0, Progress(first.position), owner="two")
     with pytest.raises(PositionGone, match="pruned"):
         take(again)
+    store.forget_reader("processor/totals")
     fresh = log.partition(0, Progress(), owner="three")
     assert take(fresh) == []

@@ -1,25 +1,32 @@
 """A task waits for an absent store, a dead JVM is named, a drain counts what it leaves; no Spark runs here."""
 
+import logging
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from py4j.protocol import Py4JError, Py4JNetworkError  # type: ignore[import-untyped]
 from pyspark import SparkContext
 from pyspark.errors import PySparkException
 
-from oncebox import OutboxStore, State, clock
+from oncebox import OutboxStore, State, clock, logs, open_store
+from oncebox.cli.call import LEFT, OK
+from oncebox.cli.relaying import exit_code
 from oncebox.config import Timing
+from oncebox.errors import SchemaMissing, StoreError, StoreUnavailable
+from oncebox.event import Published
+from oncebox.logs import LogSettings
 from oncebox.relay.settings import RelaySettings
 from oncebox.relay.worker import Parts
-from oncebox.spark import shifts
-from oncebox.spark.driver import Left, Plan, SparkRelay
+from oncebox.spark import driver, processing, shifts
+from oncebox.spark.driver import FAILURES_MAX, DrainFailed, Left, Plan, SparkRelay
 from oncebox.spark.jvm import JvmGone, jvm_watched
 from oncebox.spark.line import RESTART_MIN, Line
 from oncebox.spark.processing import Work, _run
@@ -121,6 +128,61 @@ def test_a_processors_task_whose_state_is_away_ends_without_a_failure(
     assert list(_run(work, TICKET)) == []
 
 
+@pytest.mark.parametrize("host", [shifts, processing])
+def test_a_task_logs_as_its_driver_was_told_to(host: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spark's Python processes have no logging of their own: without it INFO is lost, and `--debug` with it."""
+    told: list[LogSettings] = []
+    monkeypatch.setattr(logs, "configure", told.append)
+    wanted = LogSettings(level=logging.DEBUG)
+    if host is shifts:
+        work = shift_at("sqlite:///nowhere.db", 1.0)
+        list(shifts.run_shift(replace(work, logging=wanted), []))
+    else:
+        task = Work(
+            app="app", source="", state="", emit=None, tasks=1, length=timedelta(1), drain=False, logging=wanted
+        )
+        list(processing.run_work(task, []))
+    assert told == [wanted]
+
+
+# --- the reaper of a relay --------------------------------------------------------------------------------------------
+
+
+def relay_with(url: str) -> SparkRelay:
+    return SparkRelay(None, url, "null:", RelaySettings(timing=TIMING), Plan())  # type: ignore[arg-type]
+
+
+def test_a_reaper_whose_store_cannot_be_opened_yet_begins_later(
+    store: OutboxStore, postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the reason, as long as it may pass: a server may be out of memory, or of connections."""
+    failures = iter([StoreError("out of memory"), StoreUnavailable("too many clients")])
+
+    def opens(url: str) -> OutboxStore:
+        for failure in failures:
+            raise failure
+        return open_store(url)
+
+    monkeypatch.setattr(driver, "open_store", opens)
+    relay = relay_with(postgresql_url)
+    thread = threading.Thread(target=relay._reap)
+    thread.start()
+    try:
+        until(lambda: [worker for worker in store.workers() if worker.kind == "reaper"])
+    finally:
+        relay._stop_reaper.set()
+        thread.join(60)
+
+
+def test_a_reaper_that_can_never_open_its_store_ends_the_relay(tmp_path: Path) -> None:
+    relay = relay_with(f"sqlite:///{tmp_path}/none.db")
+    relay._reap()
+    stop = threading.Event()
+    threading.Timer(10, stop.set).start()
+    with pytest.raises(SchemaMissing):
+        relay.run(stop)
+
+
 # --- the JVM ----------------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +239,7 @@ def stats(pending: dict[str, int], claimed: int = 0) -> Stats:
         expired_claims=0,
         workers=0,
         paused=False,
+        estimated=frozenset(),
     )
 
 
@@ -194,17 +257,127 @@ def test_what_is_not_due_or_behind_a_dead_event_is_no_work() -> None:
     assert (left.delayed, left.blocked, left.number) == (3, 4, 0)
 
 
+def test_only_a_drain_that_leaves_work_says_so_with_its_exit_code() -> None:
+    assert exit_code(None) == exit_code(Left.by(stats({"delayed": 3, "blocked": 4}))) == OK
+    assert exit_code(Left.by(stats({"retrying": 1}))) == LEFT
+
+
+@pytest.mark.parametrize(("drain_wait", "ends"), [(timedelta(0), True), (timedelta(hours=1), False)])
+def test_a_drain_waits_for_what_is_left(
+    draining: tuple[SparkRelay, OutboxStore], drain_wait: timedelta, ends: bool
+) -> None:
+    relay, _ = draining
+    relay._plan = replace(relay._plan, drain_wait=drain_wait)
+    relay._lines[0].failing, relay._lines[0].found_nothing = 0, True
+    assert relay._drained() is ends
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shift", "every"), [(10, 60), (300, 300)])
+def test_a_relay_logs_its_progress_once_a_minute_or_once_a_shift(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, shift: int, every: int
+) -> None:
+    """Each shift tells at its end that it has published 20 events a second."""
+    caplog.set_level(logging.INFO, "oncebox")
+    now = [0.0]
+    monkeypatch.setattr("oncebox.clock.monotonic", lambda: now[0])
+    url = f"sqlite:///{tmp_path}/outbox.db"
+    with opened(url) as store:
+        plan = Plan(queries=1, shift=timedelta(seconds=shift))
+        relay = SparkRelay(None, url, "null:", RelaySettings(timing=TIMING), plan)  # type: ignore[arg-type]
+        fill(store, 2)
+        relay._presence.begin(store)
+        for _ in range(900):
+            now[0] += 1
+            relay._lines[0].published = int(now[0]) // shift * shift * 20
+            relay._presence._turn()
+        assert relay._presence._store is not None
+        relay._presence._store.close()
+    told = [
+        one.getMessage().partition(": ")[2] for one in caplog.records if "published in the last" in one.getMessage()
+    ]
+    assert [one.partition(";")[0] for one in told] == [
+        f"{every * 20:,} events published in the last {every} s (20/s)"
+    ] * (900 // every)
+    assert all("; 2 PENDING, the oldest eligible event is " in one for one in told)
+
+
+# --- a drain whose query fails ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def draining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SparkRelay, OutboxStore]]:
+    """A drain of three events whose only query has failed."""
+    monkeypatch.setattr("oncebox.spark.driver.COUNT_EVERY", 0.0)
+    url = f"sqlite:///{tmp_path}/outbox.db"
+    plan = Plan(queries=1, drain=True, drain_wait=timedelta(0))
+    with opened(url) as store:
+        fill(store, 3)
+        relay = SparkRelay(None, url, "null:", RelaySettings(timing=TIMING), plan)  # type: ignore[arg-type]
+        relay._store = store
+        relay._lines[0].failing = 1
+        yield relay, store
+
+
+def test_a_drain_gives_up_when_its_query_fails_again_and_again(draining: tuple[SparkRelay, OutboxStore]) -> None:
+    relay, _ = draining
+    assert not relay._drained()
+    relay._lines[0].failing = FAILURES_MAX
+    with pytest.raises(DrainFailed, match="3 events are left"):
+        relay._drained()
+
+
+def test_a_drain_goes_on_while_events_move_though_a_query_has_failed(draining: tuple[SparkRelay, OutboxStore]) -> None:
+    relay, store = draining
+    assert not relay._drained()
+    relay._lines[0].failing = FAILURES_MAX
+    (claim,) = store.claim(worker="w", limit=1, lease=timedelta(seconds=30))
+    store.finalize([(claim, Published())])
+    assert not relay._drained()
+    relay._lines[0].failing, relay._lines[0].found_nothing = 0, True
+    assert relay._drained()
+    assert relay.left is not None
+    assert relay.left.number == 2
+
+
 # --- pauses -----------------------------------------------------------------------------------------------------------
 
 
 class Query:
-    """A query of Spark that has failed."""
+    """A query of Spark, without any progress; it has failed unless it is active."""
 
-    isActive = False  # noqa: N815 - Spark's name
-    recentProgress: tuple[()] = ()  # noqa: N815
+    recentProgress: tuple[()] = ()  # noqa: N815 - Spark's name
+    lastProgress = None  # noqa: N815
+
+    def __init__(self, *, isActive: bool = False) -> None:  # noqa: N803
+        self.isActive = isActive
 
     def exception(self) -> str:
         return "it failed"
+
+
+def test_a_query_that_finishes_no_shift_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when its Python worker is paused, or a Spark without a free slot never starts its task."""
+    now = [1000.0]
+    monkeypatch.setattr("oncebox.clock.monotonic", lambda: now[0])
+    plan = Plan(queries=2, shift=timedelta(seconds=4))
+    relay = SparkRelay(None, "sqlite:///x.db", "null:", RelaySettings(timing=TIMING), plan)  # type: ignore[arg-type]
+    for line in relay._lines:
+        line.query = Query(isActive=True)  # type: ignore[assignment]
+
+    def said() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "has finished no shift" in record.getMessage()]
+
+    for second in range(1, 165):
+        now[0] += 1
+        relay._lines[1].moved_at = now[0]
+        relay._standstill.look(relay._lines)
+        assert len(said()) == (second > 96) + (second > 156)  # 1.5 idle shifts of a minute, two leases; once a minute
+    assert all(line.startswith("query 0 ") for line in said())
 
 
 def test_a_query_that_cannot_start_yet_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:

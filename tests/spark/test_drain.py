@@ -1,6 +1,7 @@
 """`oncebox relay --drain` says what it leaves: exit code 3, and the events by reason."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from oncebox import NewEvent, OutboxStore, State
 from oncebox.clock import uuid7
 from oncebox.event import Dead, Retry
 from oncebox.testing.kafka import Kafka
-from tests.spark.steps import PATIENCE, fill, opened, published
+from tests.spark.steps import PATIENCE, fill, opened, published, until
 
 pytestmark = pytest.mark.timeout(900)  # a relay of its own for each test: its Spark starts first
 
@@ -87,6 +88,26 @@ def test_what_is_left_is_said_to_people(url: str, store: OutboxStore) -> None:
     )
     assert done.returncode == 3, done.stderr
     assert "2 events are left: 2 claimed" in done.stdout
+
+
+def test_a_drain_whose_receipts_cannot_be_written_any_more_ends_and_says_so(
+    url: str, store: OutboxStore, tmp_path: Path
+) -> None:
+    fill(store, 2_000)
+    place = tmp_path / "receipts"
+    words = ["relay", "--store", url, *SMALL, "--to", "null:", "--receipts", f"parquet:{place}", "--queries", "1"]
+    command = [sys.executable, "-m", "oncebox", *words, "--rate-max", "200", "--claim-max", "20", "--drain"]
+    with subprocess.Popen(
+        [*command, "--drain-wait", "5s"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        until(lambda: published(store) >= 100, process)
+        shutil.rmtree(place / "query=0")
+        (place / "query=0").write_text("no folder")
+        out, said = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, out) == (1, "")
+    assert "fails again and again" in said.splitlines()[-1]
+    assert "Traceback" not in said
+    assert store.workers() == []
 
 
 def test_a_drain_that_is_stopped_before_it_began_does_not_say_that_all_is_done(url: str, store: OutboxStore) -> None:

@@ -11,10 +11,11 @@ import pytest
 
 from oncebox import OutboxStore, clock, open_store
 from oncebox.errors import InvalidSetting
-from oncebox.relay.living import RELAY_KIND, this_process
+from oncebox.relay.living import this_process
 from oncebox.spark import Receipts
 from oncebox.spark import receipts as module
 from oncebox.stores.base import Worker
+from oncebox.stores.living import RELAY_KIND
 
 BUCKET = "s3a://lake/receipts"
 
@@ -148,6 +149,17 @@ def test_a_living_relay_of_the_same_name_is_seen_by_its_row(store: OutboxStore, 
     with pytest.raises(InvalidSetting, match=r"relay relay/1 \(process 4711 on another\)"):
         take(store)
     take(store, "relay/1")  # the older one goes on
+
+
+@pytest.mark.requirement("SC-01")
+def test_a_path_in_use_is_named_without_its_secret(store: OutboxStore, looks: list[float]) -> None:
+    path = "s3a://key:s3cr3t@lake/receipts"
+    for name in ("relay/1", "relay/2"):
+        signed_on(store, name, "s3a://key:***@lake/receipts")
+    place = receipts(path).place("relay")
+    with pytest.raises(InvalidSetting, match="relay relay/1") as refused:
+        place.take(place.checkpoint, "relay/2", store.workers)
+    assert "s3cr3t" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("other", "path"), [("billing/1", BUCKET), ("relay/1", "s3a://lake/others")])

@@ -1,6 +1,8 @@
 """The relay on Spark: nothing lost, receipts whole, whatever is killed."""
 
+import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +19,8 @@ from oncebox.config import Timing
 from oncebox.errors import InvalidSetting
 from oncebox.relay.reaper import Reaper
 from oncebox.relay.settings import RelaySettings
-from oncebox.spark import Plan, Receipts, SparkRelay, relay
+from oncebox.spark import Plan, Receipts, SparkRelay, driver, relay
+from oncebox.spark.driver import QueryRefused
 from oncebox.testing.servers import PostgreSQL
 from tests.spark.steps import (
     PATIENCE,
@@ -110,6 +113,28 @@ def test_what_is_written_while_the_relay_runs_is_published(spark: SparkSession, 
             until(partial(has_published, store, 10 * number))
 
 
+def test_a_relay_that_works_logs_its_progress(
+    spark: SparkSession,
+    url: str,
+    store: OutboxStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "oncebox")
+    monkeypatch.setattr(driver, "PROGRESS_EVERY", timedelta(seconds=2))  # a minute, in short
+    fill(store, 500)
+    slow = replace(SETTINGS, rate_max=40.0, claim_max=10)
+    said = re.compile(
+        r"relay shop/\w+: \d+ events published in the last \d+ s \(\d+/s\); "
+        r"\d+ PENDING, the oldest eligible event is \d+ s old"
+    )
+    plan = Plan(queries=1, shift=timedelta(seconds=1))
+    thread, stop = run_in_thread(relay(spark, store=url, to="null:", settings=slow, plan=plan))
+    until(lambda: [one for one in caplog.records if said.fullmatch(one.getMessage())])
+    stop.set()
+    thread.join(PATIENCE)
+
+
 @pytest.mark.requirement("LR-032")
 def test_two_relays_of_one_name_are_told_apart(spark: SparkSession, url: str, store: OutboxStore) -> None:
     one = relay(spark, store=url, to="null:", settings=SETTINGS, plan=Plan(queries=1))
@@ -151,6 +176,17 @@ def test_secrets_are_in_no_plan(spark: SparkSession, tmp_path: Path, capsys: pyt
 
 
 # --- receipts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_path_that_spark_cannot_write_is_said_at_the_start(spark: SparkSession, tmp_path: Path) -> None:
+    (tmp_path / "query=0").write_text("no folder")
+    with opened(f"sqlite:///{tmp_path}/outbox.db") as store:
+        for path, told in ((str(tmp_path), "not a directory"), ("nowhere://key:s3cr3t@lake/r", "cannot start query 0")):
+            plan = Plan(queries=1, receipts=Receipts(format="parquet", path=path), checkpoint=f"{tmp_path}/{told}")
+            with pytest.raises(QueryRefused, match=told) as refused:
+                relay(spark, store=f"sqlite:///{tmp_path}/outbox.db", to="null:", settings=SETTINGS, plan=plan)
+            assert "s3cr3t" not in str(refused.value)
+        assert store.workers() == []
 
 
 def test_receipts_of_another_checkpoint_are_refused(spark: SparkSession, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""How `oncebox relay` and `process` begin and end on a bad day: a dead JVM, an early signal, nothing that answers."""
+"""How `oncebox relay` and `process` begin and end on a bad day: a dead JVM, a removed row, nothing that answers."""
 
 import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -13,10 +14,15 @@ from typing import Self
 
 import psycopg
 import pytest
+import redis
 
 from oncebox import OutboxStore, State
-from oncebox.errors import StoreUnavailable
+from oncebox.clock import uuid7
+from oncebox.errors import InvalidSetting, StoreUnavailable
+from oncebox.processor.memory import decoded
+from oncebox.states.base import Space, StateStore
 from oncebox.testing.servers import PostgreSQL, Valkey, free_port
+from oncebox.wiring import open_state
 from tests.outages.stage import command_of, descendants
 from tests.spark.steps import PATIENCE, fill, has_published, opened, until
 from tests.spark.test_process_kills import ROOT
@@ -121,21 +127,6 @@ def test_a_processor_whose_jvm_is_killed_says_so(url: str, store: OutboxStore, t
         until(partial(gone, pythons))
 
 
-@pytest.mark.requirement("LR-030")
-@pytest.mark.parametrize("after", ["its first word", "its JVM"])
-def test_a_signal_while_spark_is_starting_ends_it_cleanly(
-    url: str, store: OutboxStore, after: str, tmp_path: Path
-) -> None:
-    with Running(tmp_path, "relay", "--store", url, "--to", "null:", *SMALL) as relay:
-        until(partial(relay.says, "starting Spark") if after == "its first word" else relay.jvm, relay.process)
-        jvm = relay.jvm()
-        relay.process.send_signal(signal.SIGTERM)
-        assert relay.process.wait(PATIENCE) == 0
-        assert "Traceback" not in relay.said
-        until(lambda: jvm is None or not command_of(jvm))
-    assert store.workers() == []
-
-
 # --- a relay that was removed -----------------------------------------------------------------------------------------
 
 
@@ -158,6 +149,26 @@ def test_a_relay_that_was_removed_signs_on_again_and_publishes(url: str, store: 
     assert store.workers() == []
 
 
+@pytest.mark.requirement("LR-041", "LR-052")
+def test_a_relay_whose_places_others_took_while_it_was_away_ends_with_exit_code_1(
+    url: str, store: OutboxStore, tmp_path: Path
+) -> None:
+    entry = store.begin_audit(who="test", action="relay-config", why=None, what={})
+    store.change_control({"workers_max": 2}, audit_id=entry)
+    with Running(tmp_path, "relay", "--store", url, "--to", "null:", *SMALL) as relay:
+        until(lambda: rows_of_relays(store), relay.process)
+        (removed,) = rows_of_relays(store)
+        with contextlib.closing(sqlite3.connect(tmp_path / "outbox.db", isolation_level=None)) as other:
+            # Removed, and its places taken, in one step.
+            other.execute("UPDATE oncebox_worker SET worker_id = 'other/1' WHERE worker_id = ?", [removed])
+        assert relay.process.wait(PATIENCE) == 1
+        assert f"relay {removed} was removed" in relay.said
+        last = relay.said.splitlines()[-1]
+        assert "workers_max is 2" in last
+        assert "other/1" in last
+    assert rows_of_relays(store) == ["other/1"]
+
+
 def test_a_relay_that_cannot_sign_on_again_ends_with_the_reason(postgresql_url: str, tmp_path: Path) -> None:
     words = ["relay", "--store", postgresql_url, "--to", "null:", *SMALL]
     with opened(postgresql_url) as store, Running(tmp_path, *words) as relay:
@@ -166,6 +177,20 @@ def test_a_relay_that_cannot_sign_on_again_ends_with_the_reason(postgresql_url: 
             operator.execute("drop schema oncebox cascade")
         assert relay.process.wait(PATIENCE) == 1
         assert "run `oncebox init" in relay.said.splitlines()[-1]
+
+
+@pytest.mark.requirement("LR-042")
+def test_a_relay_whose_claims_pass_over_an_event_says_so(postgresql_url: str, tmp_path: Path) -> None:
+    """A session that was forgotten holds the row of an event. No worker knows that, and every shift ends well."""
+    quick = ["--lease", "3s", "--shift", "1s", "--reaper-interval", "1s"]
+    words = ["relay", "--store", postgresql_url, "--to", "null:", *quick]
+    with opened(postgresql_url) as store, psycopg.connect(postgresql_url) as forgotten:
+        fill(store, 1)
+        forgotten.execute("select from oncebox.ready for update")
+        with Running(tmp_path, *words) as relay:
+            until(partial(relay.says, "has been eligible for"), relay.process)
+            forgotten.rollback()
+            until(partial(has_published, store, 1), relay.process)
 
 
 # --- nothing that answers ---------------------------------------------------------------------------------------------
@@ -192,29 +217,6 @@ def test_a_database_that_is_away_at_the_start_is_waited_for(tmp_path: Path) -> N
             until(partial(relay.says, "relay waits"), relay.process)
             server.start()
             until(partial(has_published, store, 10), relay.process)
-
-
-@pytest.mark.parametrize("command", ["relay", "reap"])
-def test_who_waits_at_the_start_can_be_stopped(command: str, tmp_path: Path) -> None:
-    nowhere = f"postgresql://oncebox@127.0.0.1:{free_port()}/none"
-    to = ["--to", "null:"] if command == "relay" else []
-    with Running(tmp_path, command, "--store", nowhere, *to) as waiting:
-        until(partial(waiting.says, f"{command} waits"), waiting.process)
-        waiting.process.send_signal(signal.SIGTERM)
-        assert waiting.process.wait(PATIENCE) == 0
-
-
-@pytest.mark.parametrize("away", ["store", "broker"])
-def test_a_drain_does_not_wait_for_what_is_away(url: str, store: OutboxStore, away: str) -> None:
-    nowhere = f"127.0.0.1:{free_port()}"
-    words = ["--store", f"postgresql://oncebox@{nowhere}/none", "--to", "null:"]
-    if away == "broker":
-        words = ["--store", url, "--to", f"valkey://{nowhere}"]
-    command = [sys.executable, "-m", "oncebox", "relay", *words, "--drain"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
-    assert done.returncode == 1
-    assert nowhere in done.stderr
-    assert "Spark" not in done.stderr
 
 
 @pytest.mark.parametrize("whose", ["store", "valkey", "kafka"])
@@ -246,6 +248,8 @@ def test_a_server_without_a_free_connection_is_asked_again(tmp_path: Path) -> No
                 hogs.pop().close()
                 time.sleep(1.0)
             until(lambda: _published(store) == 10, relay.process)
+        for hog in hogs:  # those that the relay did not need
+            hog.close()
 
 
 def _all_connections(server: PostgreSQL) -> list["psycopg.Connection[tuple[object, ...]]"]:
@@ -261,3 +265,87 @@ def _published(store: OutboxStore) -> int:
         return store.stats().states[State.PUBLISHED]
     except StoreUnavailable:
         return 0
+
+
+# --- the processor ----------------------------------------------------------------------------------------------------
+
+
+def processor(source: str, state: str, *words: str) -> list[str]:
+    return ["process", "tests.spark.handlers:app", "--from", source, "--state", state, *words]
+
+
+@pytest.mark.parametrize("whose", ["state", "emit", "outbox", "valkey", "kafka"])
+def test_a_processor_reports_a_wrong_password_at_the_start(
+    url: str, store: OutboxStore, tmp_path: Path, whose: str, request: pytest.FixtureRequest
+) -> None:
+    server = request.getfixturevalue(whose if whose in {"valkey", "kafka"} else "postgresql")
+    wrong = server.url.replace(server.password, "not-the-password")
+    words = {
+        "state": processor(f"outbox+{url}", wrong),
+        "emit": processor(f"outbox+{url}", f"sqlite:///{tmp_path}/state", "--emit", wrong),
+        "outbox": processor(f"outbox+{wrong}", f"sqlite:///{tmp_path}/state"),
+        "valkey": processor(wrong.replace("redis://", "valkey://") + "?stream=orders", f"sqlite:///{tmp_path}/state"),
+        "kafka": processor(f"{wrong}&topic=orders", f"sqlite:///{tmp_path}/state"),
+    }[whose]
+    command = [sys.executable, "-m", "oncebox", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert done.returncode == 1, done.stderr
+    assert "password" in done.stderr
+    assert "not-the-password" not in done.stderr
+    assert "Spark" not in done.stderr
+
+
+@pytest.mark.parametrize("away", ["state", "emit", "outbox", "valkey", "kafka"])
+def test_a_processor_waits_at_the_start_for_what_is_away_and_a_drain_does_not(
+    url: str, store: OutboxStore, tmp_path: Path, away: str
+) -> None:
+    nowhere = f"127.0.0.1:{free_port()}"
+    database = f"postgresql://oncebox@{nowhere}/none"
+    words = {
+        "state": processor(f"outbox+{url}", database),
+        "emit": processor(f"outbox+{url}", f"sqlite:///{tmp_path}/state", "--emit", database),
+        "outbox": processor(f"outbox+{database}", f"sqlite:///{tmp_path}/state"),
+        "valkey": processor(f"valkey://{nowhere}?stream=orders", f"sqlite:///{tmp_path}/state"),
+        "kafka": processor(f"kafka://{nowhere}?topic=orders", f"sqlite:///{tmp_path}/state"),
+    }[away]
+    command = [sys.executable, "-m", "oncebox", *words, "--drain"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert (done.returncode, "Spark" in done.stderr) == (1, False), done.stderr
+    with Running(tmp_path, *words) as waiting:
+        until(partial(waiting.says, "process waits"), waiting.process)
+        waiting.process.send_signal(signal.SIGTERM)
+        assert waiting.process.wait(PATIENCE) == 0
+
+
+def test_a_processor_begins_when_the_broker_that_was_away_at_its_start_is_back(
+    url: str, store: OutboxStore, tmp_path: Path
+) -> None:
+    with Valkey() as server, contextlib.closing(open_state(f"sqlite:///{tmp_path}/state")) as states:
+        with contextlib.closing(redis.Redis.from_url(server.url)) as client:
+            client.xadd("orders", {"event_id": str(uuid7()), "event_type": "order.created", "payload": "7"})
+        server.kill()
+        words = processor(f"{server.url.replace('redis://', 'valkey://')}?stream=orders", f"sqlite:///{tmp_path}/state")
+        with Running(tmp_path, *words, "--tasks", "1") as waiting:
+            until(partial(waiting.says, "process waits"), waiting.process)
+            server.start()
+            until(lambda: sum_of_all(states) == 7, waiting.process)
+
+
+def sum_of_all(states: StateStore) -> int | None:
+    """What the processor has added up, once its state is there."""
+    try:
+        with contextlib.closing(states.look("totals", 0)) as view:
+            found = view.get(Space.STATE, [b"sum-all"]).get(b"sum-all")
+    except InvalidSetting:  # not made yet
+        return None
+    return None if found is None else decoded(found)
+
+
+def test_a_processors_drain_that_is_stopped_before_it_began_has_failed(
+    url: str, store: OutboxStore, tmp_path: Path
+) -> None:
+    words = processor(f"outbox+{url}", f"sqlite:///{tmp_path}/state", "--drain")
+    with Running(tmp_path, *words) as draining:
+        until(partial(draining.says, "starting Spark"), draining.process)
+        draining.process.send_signal(signal.SIGTERM)
+        assert draining.process.wait(PATIENCE) == 1

@@ -1,6 +1,9 @@
 """The shape of a shift: where it ends, how a piece of work is named, and what a receipt says."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,7 +18,7 @@ from oncebox.relay.delivery import Batch
 from oncebox.relay.settings import RelaySettings
 from oncebox.spark import Plan, Receipts
 from oncebox.spark.failures import last_error
-from oncebox.spark.shifts import Shift, _receipts
+from oncebox.spark.shifts import Shift, _delivered, _receipts, idle_shifts
 from oncebox.spark.tickets import Tickets
 
 
@@ -79,6 +82,13 @@ def test_a_plan_that_makes_no_sense_is_refused(wrong: dict[str, object]) -> None
         Plan(**wrong)  # type: ignore[arg-type]
 
 
+def test_a_shift_is_short_only_where_its_end_is_waited_for(tmp_path: Path) -> None:
+    receipts = Receipts.parse(f"parquet:{tmp_path}")
+    seconds = [plan.length.total_seconds() for plan in (Plan(), Plan(drain=True), Plan(receipts=receipts))]
+    assert seconds == [30, 10, 10]
+    assert Plan(shift=timedelta(seconds=3), receipts=receipts).length == timedelta(seconds=3)
+
+
 def test_of_a_failed_query_the_python_error_is_told() -> None:
     error = "Query failed\n at java: Traceback (most recent call last):\n  File x\nshop.NoShop: closed\n\n\tat java.b"
     assert last_error(error) == "shop.NoShop: closed"
@@ -130,3 +140,44 @@ def test_receipts_say_of_each_event_what_its_claim_said(rows: list[tuple[str, da
         }
         for claim in claims
     ]
+
+
+# --- an idle shift ----------------------------------------------------------------------------------------------------
+
+
+class Idle:
+    """A worker that finds nothing, but for the run of this number; after so many runs it is told to stop."""
+
+    def __init__(self, *, finds: int = -1, stops: int = 1_000) -> None:
+        self.ends: list[float] = []
+        self._finds, self._stops = finds, stops
+
+    @property
+    def stopping(self) -> bool:
+        return len(self.ends) >= self._stops
+
+    def run(self, *, until: float, drain: bool) -> Iterator[Batch]:
+        self.ends.append(until)
+        if len(self.ends) == self._finds:
+            yield Batch([], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("worker", "drain", "runs"),
+    [
+        (Idle(), False, 6),
+        (Idle(finds=1), False, 1),
+        (Idle(finds=3), False, 3),
+        (Idle(stops=2), False, 2),
+        (Idle(), True, 1),
+    ],
+)
+def test_a_shift_goes_on_until_it_has_claimed_something(worker: Idle, drain: bool, runs: int) -> None:
+    """To its query's next places on the grid, but not for ever."""
+    assert list(_delivered(replace(shift(), drain=drain), worker, 5.0)) == []  # type: ignore[arg-type]
+    assert worker.ends == [5.0 + 10.0 * more for more in range(runs)]
+
+
+@pytest.mark.parametrize(("seconds", "lengths"), [(1, 60), (10, 6), (30, 2), (45, 1), (600, 1)])
+def test_an_idle_shift_lasts_a_minute_at_most_or_its_own_length(seconds: int, lengths: int) -> None:
+    assert idle_shifts(timedelta(seconds=seconds)) == lengths

@@ -13,14 +13,14 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import Row, SparkSession
 
-from oncebox import OutboxStore, errors
+from oncebox import OutboxStore, clock, errors
 from oncebox.errors import OnceboxError, PositionGone, StateError
 from oncebox.processor.engine import NoOutbox
 from oncebox.spark import process, processing, shifts
 from oncebox.spark.processing import Work, run_work
 from oncebox.spark.reports import Failure, Observed, Report, Stopped, read_all, read_observed
 from oncebox.spark.shifts import COUNTS, RECEIPTS, run_shift
-from oncebox.wiring import open_state
+from oncebox.wiring import open_source, open_state
 from tests.spark.steps import fill, opened
 from tests.spark.test_away import shift_at
 
@@ -109,6 +109,21 @@ def test_an_error_that_may_pass_is_tried_again_with_longer_pauses(
     assert [record.args[2] for record in caplog.records if "tried again" in record.msg] == [0.5, 1.0]  # type: ignore[index]
 
 
+def test_a_shift_that_is_over_before_all_is_open_has_a_turn(
+    url: str, store: OutboxStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store, 50)
+
+    def slowly(*given: Any, **options: Any) -> Any:
+        clock.sleep(0.2)
+        return open_source(*given, **options)
+
+    monkeypatch.setattr("oncebox.spark.processing.open_source", slowly)
+    short = work(url, f"sqlite:///{tmp_path}/state", emit=url, length=timedelta(milliseconds=1))
+    rows = [row for batch in run_work(short, TICKETS) for row in batch.to_pylist()]
+    assert sum(row["published"] or 0 for row in rows) == 50
+
+
 def test_what_is_not_known_is_raised(
     url: str, store: OutboxStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +167,14 @@ def test_every_class_says_whether_a_retry_helps() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, OnceboxError)]
     lasting = {kind.__name__ for kind in kinds if not kind.retryable}
     assert lasting >= {kind.__name__ for kind in kinds if issubclass(kind, errors.UsageError | errors.SchemaError)}
-    assert lasting >= {"PositionGone", "PartitionsChanged", "TransactionEnded", "StateBehind", "StateTooNew"}
+    assert lasting >= {
+        "PositionGone",
+        "PartitionsChanged",
+        "TransactionEnded",
+        "StateBehind",
+        "StateDamaged",
+        "StateTooNew",
+    }
     assert not any(kind.__name__ in lasting for kind in processing.PASSING)
 
 

@@ -16,7 +16,7 @@ import pytest
 from oncebox import OutboxStore
 from oncebox.testing.servers import Valkey
 from tests.outages.stage import command_of, descendants
-from tests.spark.steps import PATIENCE, fill, has_published, opened, until, workers
+from tests.spark.steps import PATIENCE, fill, has_published, kill_a_worker, opened, until, workers
 
 pytestmark = pytest.mark.timeout(900)  # a relay of its own: its Spark starts first
 ONE = ["--queries", "1", "--tasks", "1", "--shift", "4s", "--debug"]
@@ -97,9 +97,8 @@ def test_a_broker_that_is_down_and_workers_that_are_killed_are_seen_and_leave_a_
 
 
 def _kill_worker(running: Relay, store: OutboxStore) -> None:
-    (victim,) = workers(store)
-    os.kill(victim.pid, signal.SIGKILL)
-    running.until(lambda: any(one.pid != victim.pid for one in workers(store)))
+    victim = kill_a_worker(store)
+    running.until(lambda: any(one.pid != victim for one in workers(store)))
 
 
 def _kill_all(running: Relay) -> None:

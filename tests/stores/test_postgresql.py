@@ -29,7 +29,7 @@ from oncebox.errors import (
 )
 from oncebox.event import NewEvent, Published, Retry, State
 from oncebox.stores import postgresql, sql
-from oncebox.stores.base import Horizon, Migration
+from oncebox.stores.base import Horizon, Migration, Worker
 from oncebox.stores.postgresql import PostgreSQLStore
 from oncebox.testing.servers import MissingProgram, PgBouncer, PostgreSQL, Standby
 
@@ -379,8 +379,9 @@ def test_a_primary_that_became_read_only_is_left_for_the_promoted_replica() -> N
             ]
         standby.promote()
         primary.psql("alter system set default_transaction_read_only = on; select pg_reload_conf()")
-        with pytest.raises(StoreUnavailable, match="read-only"):
+        with pytest.raises(StoreUnavailable, match="read-only") as refused:
             _until_refused(store)
+        assert "\n" not in str(refused.value)  # one line of the log, without the functions that led to it
         store.append(_events(5))  # every connection is a new one
         assert store.finalize([(claim, Published()) for claim in claims]) == []
         assert len(_drain(store)) == 15 - len(claims)
@@ -507,16 +508,18 @@ def test_a_wrong_option_is_named_and_the_password_is_not(postgresql: PostgreSQL,
     assert postgresql.password not in str(refused.value)
 
 
+@pytest.mark.usefixtures("store")
 def test_an_isolation_under_which_claims_are_not_safe_is_refused(
-    store: PostgreSQLStore, by_hand: psycopg.Connection, postgresql_url: str
+    by_hand: psycopg.Connection, postgresql_url: str
 ) -> None:
     by_hand.execute(
         compose.SQL("alter database {} set default_transaction_isolation = 'repeatable read'").format(
             compose.Identifier(urlsplit(postgresql_url).path.lstrip("/"))
         )
     )
+    other = f"{postgresql_url}?application_name=other"  # with the same URL it would share a connection from before
     with pytest.raises(InvalidSetting, match="read committed"):
-        PostgreSQLStore.open(postgresql_url)
+        PostgreSQLStore.open(other)
 
 
 # --- migrations ----------------------------------------------------------------------------------------------------
@@ -624,6 +627,49 @@ def test_a_migration_tries_again_when_a_long_lock_has_ended(
         store.append(_events(1))  # a third party is not held up
         writer.commit()
         assert [migration.name for migration in running.result(60)] == ["wider"]
+
+
+def test_a_migration_waits_for_a_lock_for_less_than_a_second(
+    store: PostgreSQLStore, by_hand: psycopg.Connection, with_migration: list[Migration]
+) -> None:
+    """For so long, everyone who needs the same table waits behind it."""
+    script = "create table oncebox.patience as select current_setting('lock_timeout')::interval as is_set"
+    with_migration.append(Migration(number=len(with_migration) + 1, name="patience", sql=script))
+    store.migrate()
+    found = by_hand.execute("select is_set from oncebox.patience").fetchone()
+    assert found is not None
+    assert timedelta(0) < found[0] < timedelta(seconds=1)
+
+
+LOCKS_OF_OTHERS = """
+select c.relname, l.mode from pg_locks l join pg_class c on c.oid = l.relation
+where l.pid = pg_backend_pid() and c.oid = any (%s) and c.relkind = 'r'
+    and l.mode not in ('AccessShareLock', 'RowShareLock', 'RowExclusiveLock')
+"""
+
+
+# Tables, by the number of the migration.
+FOR_A_MOMENT = {5: {"worker", "published", "dead", "waiting", "lane_ready", "hold", "log", "audit", "reader"}}
+
+
+@pytest.mark.requirement("LC-19")
+@pytest.mark.parametrize("migration", sql.migrations("postgresql")[2:], ids=lambda one: one.name)
+def test_a_migration_locks_no_table_that_others_use(
+    postgresql_url: str, monkeypatch: pytest.MonkeyPatch, migration: Migration
+) -> None:
+    """So none can stop a producer, a relay or a processor, except for the moment that is known of it."""
+    known = sql.migrations("postgresql")
+    with monkeypatch.context() as before:
+        before.setattr(sql, "migrations", lambda _: known[: migration.number - 1])
+        store = PostgreSQLStore.open(postgresql_url, check_schema=False)
+        store.migrate()
+        store.close()
+    with psycopg.connect(postgresql_url) as connection:
+        tables = "select array_agg(oid) from pg_class where relnamespace = 'oncebox'::regnamespace"
+        (others,) = connection.execute(tables).fetchone() or ()
+        connection.execute(migration.sql.encode())
+        locked = {table for table, _ in connection.execute(LOCKS_OF_OTHERS, (others,))}
+        assert locked == FOR_A_MOMENT.get(migration.number, set())
 
 
 # --- the database refuses ------------------------------------------------------------------------------------------
@@ -798,6 +844,42 @@ def test_a_relay_may_change_no_settings(early_role: tuple[str, str]) -> None:
     relay.close()
 
 
+@pytest.mark.parametrize("early_role", [(4, "relay"), (len(sql.migrations("postgresql")), "relay")], indirect=True)
+def test_a_relay_may_read_and_prove_the_log_whenever_it_was_admitted(early_role: tuple[str, str]) -> None:
+    relay = PostgreSQLStore.open(early_role[1])
+    relay.register_reader("stream", last_read=None)
+    end = relay.log_end()
+    relay.set_reader("stream", end.passed, kept=0)
+    assert relay.log_identity().system
+    assert relay.read_log(after=0, until=1, limit=1, bytes_max=1, reader="stream") == []
+    with pytest.raises(StoreError, match="permission denied"):
+        relay.raise_epoch(audit_id=1)
+    relay.close()
+
+
+@pytest.mark.parametrize(
+    "early_role", [(4, "operator"), (len(sql.migrations("postgresql")), "operator")], indirect=True
+)
+def test_an_operator_may_raise_the_epoch_and_prune_whenever_it_was_admitted(early_role: tuple[str, str]) -> None:
+    operator = PostgreSQLStore.open(early_role[1])
+    entry = operator.begin_audit(who="test", action="raise epoch", why=None, what={})
+    assert operator.raise_epoch(audit_id=entry) == 2
+    assert operator.prune(published_after=LEASE, dead_after=LEASE, limit=1, audit_id=entry).done
+    operator.close()
+
+
+def test_an_epoch_is_not_raised_while_somebody_writes_and_nobody_waits_for_it(
+    store: PostgreSQLStore, postgresql_url: str
+) -> None:
+    entry = store.begin_audit(who="test", action="raise epoch", why=None, what={})
+    with psycopg.connect(postgresql_url) as writer:
+        writer.execute(INSERT, ("late",))
+        with pytest.raises(StoreUnavailable, match="lock timeout"):
+            store.raise_epoch(audit_id=entry)
+        writer.commit()
+    assert store.raise_epoch(audit_id=entry) == 2
+
+
 @pytest.mark.parametrize("early_role", [(3, "relay"), (len(sql.migrations("postgresql")), "relay")], indirect=True)
 def test_a_relay_may_report_failing_destinations_whenever_it_was_admitted(early_role: tuple[str, str]) -> None:
     relay = PostgreSQLStore.open(early_role[1])
@@ -805,6 +887,15 @@ def test_a_relay_may_report_failing_destinations_whenever_it_was_admitted(early_
     assert relay.report_failing(relay="r", destination="orders", **report) is not None
     relay.remove_failing(relay="r", destinations=["orders"])
     assert relay.failing_destinations() == []
+    relay.close()
+
+
+@pytest.mark.requirement("LR-041")
+@pytest.mark.parametrize("early_role", [(4, "relay"), (len(sql.migrations("postgresql")), "relay")], indirect=True)
+def test_a_relay_may_sign_on_and_take_places_whenever_it_was_admitted(early_role: tuple[str, str]) -> None:
+    relay = PostgreSQLStore.open(early_role[1])
+    relay.sign_on(Worker(worker_id="relay/1", kind="relay", host="a", pid=1, details={"places": 2}))
+    assert [worker.worker_id for worker in relay.workers()] == ["relay/1"]
     relay.close()
 
 

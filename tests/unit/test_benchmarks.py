@@ -22,9 +22,16 @@ STORE_BARS = {
     "add": "≥ 0.9",
     "terminal": "≤ 1.2",
     "blocked": "≤ 1.5",
+    "waiting": "≤ 1.5",
+    "suspects": "≤ 1.5",
+    "lanes": "≤ 1.2",
     "heartbeat": "≤ 1.2",
+    "prune": "≤ 1.5",
+    "prune_held": "≤ 1.5",
+    "look": "≤ 1.2",
+    "stats": "≤ 1",
 }
-RELAY = ("relay", "brokers", "latency", "cold")
+RELAY = ("relay", "brokers", "latency", "cold", "idle")
 RELAY_BARS = {
     "relay": "≥ 0.75",
     "relay-yardstick": "≥ 1.5",
@@ -36,6 +43,7 @@ RELAY_BARS = {
     "latency-p99": "≤ 1",
     "latency-max": "≤ 1",
     "cold-start": "≤ 1",
+    **{f"idle-{what}": "≤ 1" for what in ("statements", "statements-looking", "connections", "cpu", "cpu-sqlite")},
 }
 PROCESSOR = ("processing", "keys")
 STATES = ("sqlite", "rocksdb", "postgresql")
@@ -44,7 +52,7 @@ PROCESSING_BARS = {
     **{f"process-{state}-singly": "≥ 50" if state == "sqlite" else "≥ 10" for state in STATES},
     **{f"process-{state}-overhead": "≤ 2" for state in STATES},
 }
-KEYS_BARS = {f"keys-{state}-{how}": "≤ 1.5" for state in STATES for how in ("evenly", "skewed")}
+KEYS_BARS = {f"keys-{state}-{how}": bar for state in STATES for how, bar in (("evenly", "≤ 2"), ("skewed", "≤ 1.5"))}
 
 
 @pytest.mark.parametrize(

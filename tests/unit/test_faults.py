@@ -6,9 +6,11 @@ import json
 import re
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psycopg
 import pytest
 
 from faults import report
@@ -17,7 +19,9 @@ from faults.catalogue import FAULTS
 from faults.fault import DoesNotApply, Edit, Fault
 from faults.suites import Suite
 from faults.trial import LEFT_BEHIND, Bench, Limits, Red, Trial, Verdict
+from faults.witness import take_cluster_from
 from oncebox.testing.requirements import read_groups
+from oncebox.testing.servers import PostgreSQL
 
 SQLITE_SCHEMA = "src/oncebox/stores/migrations/sqlite/0001_outbox.sql"
 POSTGRESQL_SCHEMA = "src/oncebox/stores/migrations/postgresql/0001_outbox.sql"
@@ -128,6 +132,7 @@ def sample(name: str, old: str, new: str) -> Fault:
 
 NOTICED = sample("noticed", "if failures < 1:", "if failures < 0:")
 LATE = sample("late", "leaves no attempt; give 1 or more", "leaves no attempt; give one or more")
+BLAMED = sample("blamed", "            if failures < 1:", "            if failures < -1:")
 HANGING = sample("hanging", "    parts = _DURATION.findall(text)\n", "    while True: pass\n")
 HARMLESS = sample("harmless", "How many charged failures", "How many failures that are charged")
 CRUDE = sample("crude", "from .errors import InvalidSetting\n", "from .errors import NoSuchError\n")
@@ -144,8 +149,8 @@ class Found:
     red: dict[str, list[str]]
 
 
-def run(folder: Path, rest: str, *faults: Fault) -> Found:
-    """Plant these faults in a tree whose suite has two parts."""
+def run(folder: Path, rest: str, *faults: Fault, **witnesses: Sequence[str]) -> Found:
+    """Plant these faults in a tree whose suite has two parts; `witnesses`: what an earlier run found, by fault."""
     tree = folder / "tree"
     for name in ("src", "faults"):
         shutil.copytree(ROOT / name, tree / name, ignore=LEFT_BEHIND)
@@ -157,7 +162,7 @@ def run(folder: Path, rest: str, *faults: Fault) -> Found:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         json_path = folder / "found.json"
-        code = main(["--json", str(json_path)], faults=faults, bench=Bench(tree, Limits(test=5)))
+        code = main(["--json", str(json_path)], faults=faults, bench=Bench(tree, Limits(test=5), witnesses=witnesses))
     assert (tree / CONFIG).read_text() == before
     lines = json.loads(json_path.read_text())
     verdicts = {line["fault"]: line["verdict"] for line in lines}
@@ -194,6 +199,107 @@ def test_the_rest_of_the_suite_looks_if_the_first_part_saw_nothing(good: Found) 
 def test_a_fault_that_hangs_the_tests_is_noticed(good: Found) -> None:
     assert good.red["hanging"] == ["tests/test_first.py::test_a_duration_is_read"]
     assert "test_a_duration_is_read (never ended)" in good.said
+
+
+# --- known witnesses --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """A run that knows of witnesses: one that sees the fault, one that no longer does, one that is gone."""
+    return run(
+        tmp_path_factory.mktemp("known"),
+        REST + RED_ANYWAY,
+        NOTICED,
+        LATE,
+        HANGING,
+        HARMLESS,
+        BLAMED,
+        blamed=["test_is_red_anyway"],
+        noticed=["test_rest::test_the_way_out_is_told"],
+        late=["test_a_duration_is_read"],
+        hanging=["test_rest::test_that_is_gone"],
+        harmless=["test_is_red_anyway"],
+    )
+
+
+def test_a_known_witness_is_asked_first_and_is_enough(known: Found) -> None:
+    assert known.red["noticed"] == ["tests/test_rest.py::test_the_way_out_is_told"]
+
+
+def test_where_no_known_witness_is_red_all_others_are_asked(known: Found) -> None:
+    assert known.red["late"] == ["tests/test_rest.py::test_the_way_out_is_told"]
+    assert known.red["hanging"] == ["tests/test_first.py::test_a_duration_is_read"]
+
+
+def test_a_known_witness_that_is_red_without_the_fault_is_none(known: Found) -> None:
+    assert (known.code, known.verdicts["harmless"], known.red["harmless"]) == (1, "hole", [])
+    assert "red without any fault, so no witness: tests/test_rest.py::test_is_red_anyway" in known.said
+
+
+def test_a_fault_that_lost_its_witness_so_is_planted_once_more(known: Found) -> None:
+    assert known.red["blamed"] == ["tests/test_first.py::test_a_budget_leaves_an_attempt"]
+
+
+def test_the_page_of_one_run_names_the_witnesses_for_the_next_the_quick_ones_first() -> None:
+    red = [
+        Red("tests/test_a.py::test_one", hung=True),
+        *(Red(f"tests/conformance/test_b.py::TestStore::test_two[{number}]") for number in range(2)),
+    ]
+    page = report.page([Trial(NOTICED, Verdict.NOTICED, red), Trial(LATE, Verdict.HOLE)])
+    assert "`test_b::test_two × 2`" in page
+    assert report.known_witnesses(page) == {"noticed": ["test_b::test_two", "test_a::test_one"]}
+
+
+def test_the_page_as_it_was_names_tests_without_their_files() -> None:
+    row = "| noticed | something is wrong | LC-09 | `test_one × 4`<br>`test_two (never ended)` |"
+    assert report.known_witnesses(row) == {"noticed": ["test_one", "test_two"]}
+
+
+def test_only_the_files_that_hold_a_witness_are_collected(tmp_path: Path) -> None:
+    suite = Suite("sample", ("tests",))
+    for file, text in {
+        "test_a.py": "def test_one(): pass",
+        "test_b.py": "def test_one(): pass\ndef test_one_more(): pass",
+        "conformance/test_kit.py": "class TestKit(Kit): pass",
+    }.items():
+        (tmp_path / "tests" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / file).write_text(text)
+
+    def holding(*tests: str) -> list[str]:
+        return sorted(file.name for file in suite.holding(tmp_path, tests))
+
+    assert holding("test_one") == ["test_a.py", "test_b.py"]
+    assert holding("test_b::test_one") == ["test_b.py"]
+    assert holding("test_of_the_kit") == holding("test_kit::test_of_the_kit") == ["test_kit.py"]
+    assert holding("test_a::test_that_is_gone") == []
+
+
+def test_copies_take_the_bytecode_of_the_tree_along(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_first.py").write_text("def test_one(): pass")
+    bench = Bench(tmp_path).compile([NOTICED])
+    assert list(tmp_path.rglob("test_first.*.pyc"))
+    with bench.copy() as copy:
+        assert list(copy.rglob("test_first.*.pyc"))
+    with Bench(tmp_path).copy() as clean:
+        assert not list(clean.rglob("*.pyc"))
+
+
+def test_trials_share_an_initdb_and_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    identifiers = []
+    for servers in (1, 2):  # of a process
+        with monkeypatch.context() as process, contextlib.ExitStack() as stack:
+            process.setattr(PostgreSQL, "_prepare", PostgreSQL._prepare)
+            take_cluster_from(tmp_path / "cluster")
+            for _ in range(servers):
+                server = stack.enter_context(PostgreSQL())
+                with psycopg.connect(server.url) as connection:
+                    row = connection.execute("select system_identifier from pg_control_system()").fetchone()
+                identifiers.append(row)
+    first, of_the_copy, second = identifiers
+    assert first == of_the_copy
+    assert second != first, "two servers of one test are two clusters"
 
 
 def test_a_later_run_keeps_what_it_did_not_try_again(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 
@@ -12,7 +13,7 @@ from oncebox.admin import Operations, Progress
 from oncebox.admin import operations as module
 from oncebox.config import Control
 from oncebox.errors import DuplicateEvent, InvalidSetting, StoreError
-from oncebox.event import NewEvent, State
+from oncebox.event import NewEvent, Record, State
 from oncebox.stores.base import Order, OutboxStore, Query, Step
 from oncebox.stores.sqlite import SQLiteStore
 from tests.cli.steps import LEASE, claimed, dead, pending, publish_all, published
@@ -71,6 +72,46 @@ def test_find_goes_on_behind_a_former_page(store: OutboxStore, operations: Opera
     ids = pending(store, 4)
     second = list(operations.find(limit=2))[-1]
     assert [record.event.event_id for record in operations.find(after=second.seq)] == ids[2:]
+
+
+@pytest.fixture
+def asked(store: OutboxStore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What each page took: its events, and the bytes of their payloads."""
+    pages: list[tuple[int, int]] = []
+    find = store.find
+
+    def noted(*arguments: Any, **options: Any) -> list[Record]:
+        found = find(*arguments, **options)
+        pages.append((len(found), sum(len(one.event.payload) for one in found)))
+        return found
+
+    monkeypatch.setattr(store, "find", noted)
+    return pages
+
+
+def with_payloads(store: OutboxStore, *sizes: int) -> list[UUID]:
+    events = [NewEvent(event_id=clock.uuid7(), event_type="a.b", payload=b"x" * size) for size in sizes]
+    store.append(events)
+    return [event.event_id for event in events]
+
+
+@pytest.mark.requirement("SC-13")
+def test_a_page_is_bounded_in_bytes_and_none_is_left_out(
+    store: OutboxStore, operations: Operations, asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = with_payloads(store, 90, 10, 1, 200, 0, 50, 60)
+    monkeypatch.setattr(module, "PAGE_BYTES_MAX", 100)
+    assert [record.event.event_id for record in operations.find()] == ids
+    assert asked == [(2, 100), (1, 1), (1, 200), (2, 50), (1, 60), (0, 0)]
+
+
+def test_states_and_events_without_payloads_are_found_without_reading_any(
+    store: OutboxStore, operations: Operations, asked: list[tuple[int, int]]
+) -> None:
+    ids = with_payloads(store, 100, 200)
+    assert [record.event.event_id for record in operations.find(payloads=False)] == ids
+    assert operations.states(ids) == dict.fromkeys(ids, State.PENDING)
+    assert asked == [(2, 0), (2, 0)]
 
 
 def test_get_answers_none_for_an_id_that_is_not_there(operations: Operations) -> None:
@@ -315,6 +356,23 @@ def test_prune_keeps_what_a_reader_has_not_passed(store: OutboxStore, operations
     assert not operations.forget_reader("billing", **WHO)
     assert [entry.affected for entry in store.audit()[:2]] == [0, 1]
     assert operations.prune(published_after=NO_AGE, dead_after=None, **WHO) == 3
+
+
+def test_each_step_of_prune_begins_where_the_one_before_ended(
+    store: OutboxStore, operations: Operations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published(store, 5)
+    clock.sleep(0.005)
+    begun: list[int] = []
+    prune = store.prune
+
+    def noted(**given: Any) -> Step:
+        begun.append(given["after"])
+        return prune(**given)
+
+    monkeypatch.setattr(store, "prune", noted)
+    assert operations.prune(published_after=NO_AGE, dead_after=None, batch=2, **WHO) == 5
+    assert begun == [0, 2, 4]
 
 
 def test_prune_of_nothing_in_particular_is_refused(operations: Operations) -> None:

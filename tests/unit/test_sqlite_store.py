@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from benchmarks.statements import traced
 from oncebox.clock import uuid7, uuid7s
 from oncebox.errors import (
     DuplicateEvent,
@@ -28,7 +29,7 @@ from oncebox.errors import (
     StoreUnavailable,
 )
 from oncebox.event import Claim, Dead, NewEvent, Published, Released, Retry, State, Verdict
-from oncebox.stores import sql
+from oncebox.stores import sql, sqlite_file
 from oncebox.stores.base import Order, Query
 from oncebox.stores.sqlite import APPEND_ROWS, SQLiteStore
 from oncebox.stores.sqlite_delivery import KEY_SHARE
@@ -598,6 +599,28 @@ def test_a_replay_by_hand_keeps_what_was_published(by_hand: sqlite3.Connection, 
     assert [(claim.attempts, claim.replays) for claim in _claim(store)] == [(2, 1)]
 
 
+@pytest.mark.requirement("SC-02")
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE oncebox_reader SET position = 1",
+        "UPDATE oncebox_reader SET position = 99",
+        "UPDATE oncebox_reader SET name = 'another'",
+        "INSERT OR REPLACE INTO oncebox_reader (name, position) VALUES ('slow', 1)",
+        "INSERT OR REPLACE INTO oncebox_reader (name, position) VALUES ('slow', 99)",
+        "INSERT INTO oncebox_reader (name, position) VALUES ('new', 99)",
+    ],
+)
+def test_a_reader_keeps_its_name_and_moves_forward_only(
+    by_hand: sqlite3.Connection, store: SQLiteStore, change: str
+) -> None:
+    store.append(_events(3))
+    store.set_reader("slow", "2")
+    _refused(by_hand, change, "a reader .*moves forward only, and not beyond the last event")
+    assert store.readers() == {"slow": "2"}
+    assert [store.set_reader("slow", position) for position in ("3", "", "1")] == ["3", "0", "1"]
+
+
 @pytest.mark.requirement("LC-20", "SC-02")
 def test_only_a_terminal_event_that_every_reader_has_passed_is_deleted(
     by_hand: sqlite3.Connection, store: SQLiteStore
@@ -889,3 +912,70 @@ def test_code_runs_on_its_own_schema_and_on_the_next_one_but_migrates_neither_do
     by_hand.execute(insert, (len(NUMBERS) + 2,))
     with pytest.raises(SchemaTooNew, match="upgrade oncebox"):
         SQLiteStore.open(f"sqlite:///{path}")
+
+
+# --- a file that nobody writes ---------------------------------------------------------------------------------------
+
+
+WAITS = 2.0  # seconds of a wait that something ends at once
+
+
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known to be quiet stays so until somebody commits, or something is due."""
+    monkeypatch.setattr(sqlite_file, "QUIET_MAX", 1e6)
+
+
+def _taken(store: SQLiteStore) -> int:
+    return len(store.claim(worker="w", limit=10, lease=LEASE))
+
+
+def _taken_soon(store: SQLiteStore) -> bool:
+    """Whether an event is taken after one of a few waits; each ends by itself when something is due."""
+    for _ in range(3):
+        if _taken(store):
+            return True
+        store.wait(WAITS)
+    return bool(_taken(store))
+
+
+@pytest.mark.usefixtures("endless")
+def test_an_idle_relay_asks_only_whether_somebody_has_committed(path: Path, store: SQLiteStore) -> None:
+    store.close()
+    with traced() as count, closing(SQLiteStore.open(f"sqlite:///{path}")) as idle:
+        assert not _taken(idle)
+        count()
+        for _ in range(5):
+            assert not _taken(idle)
+            idle.wait(0.01)
+        assert set(count().statements) == {"PRAGMA data_version"}
+
+
+@pytest.mark.usefixtures("endless")
+def test_whoever_commits_ends_the_quiet(path: Path, store: SQLiteStore, by_hand: sqlite3.Connection) -> None:
+    assert not _taken(store)
+    by_hand.execute("INSERT INTO oncebox_event (event_type, payload) VALUES ('a', x'')")
+    store.wait(WAITS)
+    assert _taken(store) == 1
+    assert not _taken(store)
+    store.append([NewEvent(event_id=uuid7(), event_type="a", payload=b"")])
+    store.wait(WAITS)
+    assert _taken(store) == 1
+
+
+@pytest.mark.usefixtures("endless")
+@pytest.mark.parametrize("key", [None, "k"])
+def test_what_becomes_due_ends_the_quiet(store: SQLiteStore, key: str | None) -> None:
+    delay = timedelta(milliseconds=200)
+    store.append([NewEvent(event_id=uuid7(), event_type="a", payload=b"", ordering_key=key, delay=delay)])
+    assert _taken_soon(store)
+
+
+@pytest.mark.usefixtures("endless")
+def test_a_suspect_that_waits_leaves_no_quiet(store: SQLiteStore) -> None:
+    store.append([NewEvent(event_id=uuid7(), event_type="a", payload=b"")])
+    assert _taken(store) == 1
+    store.reap(worker="w")
+    (claim,) = store.claim(worker="w", limit=10, lease=LEASE)
+    store.finalize([(claim, Retry("not now", delay=timedelta(milliseconds=200)))])
+    assert _taken_soon(store)

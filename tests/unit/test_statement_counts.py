@@ -9,11 +9,13 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import psycopg
 import pytest
 
 from benchmarks import ours, statements
-from benchmarks.costs import add_terminal, block_key
-from benchmarks.database import settle, snapshot_held
+from benchmarks.costs import ROOM, add_terminal, block_key, make_wait, set_aside
+from benchmarks.database import one, settle, snapshot_held
+from benchmarks.idle import RELAY, sign_on
 from benchmarks.reads import Reads, reads_of
 from benchmarks.wire import Traffic
 from oncebox.stores import postgresql as store_module
@@ -63,7 +65,7 @@ def test_adding_an_event_to_a_transaction_is_one_statement(traffic: dict[str, Tr
     assert traffic["add"] == Traffic(("BEGIN", "INSERT 0 1", "COMMIT"), 3)
 
 
-SQLITE_MAX = {"claim": 10, "renew": 5, "finalize": 7, "finalize with retries": 9, "reap": 10}
+SQLITE_MAX = {"claim": 11, "renew": 5, "finalize": 7, "finalize with retries": 9, "reap": 10}
 
 
 @pytest.mark.parametrize("keys", [None, 10], ids=["plain", "keyed"])
@@ -133,6 +135,57 @@ def test_a_claim_reads_no_more_beside_a_blocked_key_with_50_000_events(filled: F
     assert many.blocks <= 1.5 * few.blocks
 
 
+@pytest.mark.parametrize("why", ["delayed", "blocked"])
+def test_a_claim_reads_no_more_beside_20_000_keys_that_wait(filled: Filled, why: str) -> None:
+    free, beside = filled(keys=MANY), filled(0)
+    make_wait(beside, WAITING, why)
+    set_aside(beside)
+    ours.fill(beside, WAITING, MANY)
+    settle(beside)
+    few, many = (reads_of(url, partial(claim, url, ROOM, times=5)) for url in (free, beside))
+    assert many.entries <= 1.5 * few.entries
+    assert many.rows <= few.rows + FEW
+    assert many.blocks <= 1.5 * few.blocks
+
+
+def test_a_claim_of_suspects_reads_no_more_among_20_000_keys_of_them(filled: Filled) -> None:
+    few, many = filled(0), filled(0)
+    for url, keys in ((few, MANY), (many, WAITING)):
+        make_wait(url, keys, "suspect")
+        settle(url)
+    small, large = (reads_of(url, partial(claim, url, ROOM, times=5)) for url in (few, many))
+    assert large.entries <= 1.5 * small.entries
+    assert large.rows <= small.rows + FEW
+    assert large.blocks <= 1.5 * small.blocks
+
+
+@pytest.mark.parametrize("why", ["delayed", "blocked"])
+def test_a_claim_that_meets_keys_that_wait_looks_at_some_of_them(filled: Filled, why: str) -> None:
+    def look(url: str) -> None:
+        with ours.opened(PostgreSQLStore, url) as store:
+            assert not store.claim(worker="reader", limit=FEW, lease=LEASE)
+
+    few, many = filled(0), filled(0)
+    for url, keys in ((few, 5 * MANY), (many, WAITING)):
+        make_wait(url, keys, why)
+        settle(url)
+    assert reads_of(many, partial(look, many)).entries <= 1.2 * reads_of(few, partial(look, few)).entries
+
+
+def test_a_claim_moves_some_of_the_events_that_wait_aside(filled: Filled) -> None:
+    url = filled(0)
+    make_wait(url, WAITING, "delayed")
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("set session_replication_role = replica")
+        connection.execute(
+            "insert into oncebox.hold (lane, until) "
+            "select distinct lane, 'infinity'::timestamptz from oncebox.lane_ready"
+        )
+        with ours.opened(PostgreSQLStore, url) as store:
+            assert not store.claim(worker="reader", limit=ROOM, lease=LEASE)
+        assert 0 < one(connection, "select count(*) from oncebox.lane_parked") < WAITING  # of twice as many
+
+
 @pytest.mark.parametrize("analyzed", [True, False], ids=["analyzed", "never analyzed"])
 @pytest.mark.parametrize(("events", "keys"), [(WAITING, None), (WAITING, WAITING), (WAITING, 10), (50_000, 50)])
 def test_the_plans_hold_whatever_the_planner_knows(
@@ -169,3 +222,21 @@ def reads_of_a_renewal(url: str, events: int) -> Reads:
             assert not store.renew(worker="reader", tokens={token}, lease=LEASE)
 
     return reads_of(url, renew)
+
+
+@pytest.mark.requirement("LR-020")
+def test_a_look_at_the_control_rows_reads_the_same_however_many_workers_signed_on(filled: Filled) -> None:
+    def look(url: str) -> None:
+        with ours.opened(PostgreSQLStore, url) as store:
+            for _ in range(FEW):
+                found = store.control_snapshot(RELAY)
+                assert found.relay
+                assert found.reaper
+
+    urls = [filled(0), filled(0)]
+    for url, workers in zip(urls, (4, 400), strict=True):
+        with ours.opened(PostgreSQLStore, url) as store:
+            sign_on(store, workers)
+        settle(url)
+    few, many = (reads_of(url, partial(look, url)) for url in urls)
+    assert many.entries + many.rows <= few.entries + few.rows + FEW

@@ -9,10 +9,11 @@ from ..errors import OnceboxError, PublisherUnavailable, StoreError
 from ..event import State
 from ..publishers.base import Publisher
 from ..relay.destinations import lasting, name_of, waiting_text
-from ..relay.heartbeat import REAPER_KIND, reaps
-from ..relay.living import RELAY_KIND, WORKER_KIND, first_id, known_dead, seconds_in
+from ..relay.living import known_dead
 from ..relay.settings import RelaySettings
 from ..stores.base import FailingDestination, Order, OutboxStore, Query, Stats, Worker
+from ..stores.living import REAPER_KIND, RELAY_KIND, WORKER_KIND, first_id, reaps, seconds_in
+from ..stores.places import holders
 
 WAITING_MAX = timedelta(minutes=5)  # an eligible event that is older is a finding
 FAILING_MAX = timedelta(minutes=1)  # a destination that has failed for longer is a finding
@@ -67,10 +68,12 @@ def examine(
         ("reaper", lambda: _reapers(workers.value(), expected)),
         ("workers", lambda: _relays(workers.value())),
         ("workers", lambda: _presence(workers.value(), stats.value(), expected)),
+        ("places", lambda: _places(store, workers.value())),
         ("receipts", lambda: _receipts(workers.value())),
         ("destinations", lambda: _destinations(failing.value())),
         ("dead events", lambda: _dead(store, stats.value())),
         ("backlog", lambda: _waiting(stats.value(), expected)),
+        ("notify", lambda: _notify(store)),
         ("settings", lambda: _settings(store, workers.value(), settings)),
     ]
     for about, check in checks:
@@ -118,9 +121,7 @@ class _Read(Generic[T]):
 
 
 def _store(stats: Stats) -> Iterator[Finding]:
-    yield Finding(
-        "store", f"answers; {stats.states[State.PENDING]:,} events PENDING, {stats.states[State.DEAD]:,} DEAD"
-    )
+    yield Finding("store", f"answers; {stats.shown(State.PENDING)} events PENDING, {stats.shown(State.DEAD)} DEAD")
 
 
 def _disk(store: OutboxStore) -> Iterator[Finding]:
@@ -193,6 +194,20 @@ def _presence(workers: list[Worker], stats: Stats, expected: Expectation) -> Ite
         yield Finding("workers", "no relay is alive, and nothing waits for one")
 
 
+def _places(store: OutboxStore, workers: list[Worker]) -> Iterator[Finding]:
+    """Above the limit are relays that were there before it was lowered."""
+    if (workers_max := store.control().workers_max) is None:
+        return
+    living = [one for one in holders(worker for worker in workers if not _killed(worker)) if not one.silent]
+    taken = sum(one.places for one in living)
+    says = f"relays hold {taken:,} of {workers_max:,} places (workers_max)"
+    if taken > workers_max:
+        who = "; ".join(map(str, living))
+        yield Finding("places", f"{says}: {who}", "stop relays, or raise workers_max: it counts when a relay signs on")
+    else:
+        yield Finding("places", says)
+
+
 def _receipts(workers: list[Worker]) -> Iterator[Finding]:
     """Relays of one name that write their receipts to one path lose some of them; others have places of their own."""
     places: dict[tuple[object, ...], dict[str, Worker]] = {}
@@ -226,12 +241,12 @@ def _dead(store: OutboxStore, stats: Stats) -> Iterator[Finding]:
     number = stats.states[State.DEAD]
     if not number:
         return
-    newest = store.find(Query(states=[State.DEAD]), limit=DEAD_SHOWN, order=Order.NEWEST)
+    newest = store.find(Query(states=[State.DEAD]), limit=DEAD_SHOWN, order=Order.NEWEST, payloads=False)
     reasons = dict.fromkeys(_short(record.last_error or "no reason is known") for record in newest)
     are = "event is" if number == 1 else "events are"
     yield Finding(
         "dead",
-        f"{number:,} {are} DEAD; the newest: {'; '.join(reasons)}",
+        f"{stats.shown(State.DEAD)} {are} DEAD; the newest: {'; '.join(reasons)}",
         "`oncebox list --state DEAD --newest` shows them; `oncebox replay --state DEAD` sends them again once the "
         "reason is fixed, `oncebox prune --dead-after TIME` removes those that are settled",
     )
@@ -259,6 +274,12 @@ def _waiting(stats: Stats, expected: Expectation) -> Iterator[Finding]:
     if stats.suspect:
         advice = "look for workers that died while they published: `oncebox list --state PENDING` shows last_error"
         yield Finding("suspects", f"{stats.suspect} events come from claims that expired", advice)
+
+
+def _notify(store: OutboxStore) -> Iterator[Finding]:
+    found = store.announcing()
+    if found is not None:
+        yield Finding("notify", found.says)
 
 
 def _settings(store: OutboxStore, workers: list[Worker], settings: RelaySettings | None) -> Iterator[Finding]:

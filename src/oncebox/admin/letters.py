@@ -25,6 +25,7 @@ from .states import opened, partitions_of
 from .trail import summed, trail
 
 PAGE = 100  # letters read at once; each may be large
+PAGE_BYTES_MAX = 8 * 1024 * 1024  # of them, likewise, where all are read; one alone may be larger
 IDS_BY_PREFIX_MAX = 100  # above, reading all letters is faster than asking for each
 LOOK = 0.2  # seconds between two looks at what has become of a request
 
@@ -280,7 +281,7 @@ def _scanned(view: StateView, query: LetterQuery) -> Iterator[tuple[bytes, bytes
     few = 0 < len(query.event_ids) <= IDS_BY_PREFIX_MAX
     for prefix in [event_id.bytes for event_id in query.event_ids] if few else [b""]:
         after: bytes | None = None
-        while page := view.scan(Space.DEAD_LETTERS, prefix, after=after, limit=PAGE):
+        while page := view.scan(Space.DEAD_LETTERS, prefix, after=after, limit=PAGE, bytes_max=PAGE_BYTES_MAX):
             yield from ((key, value) for key, value in page if is_letter(key))
             after = page[-1][0]
             if not is_letter(after):  # from here on there are parts of payloads only

@@ -9,8 +9,8 @@ from ..clock import uuid7
 from ..errors import InvalidSetting
 from ..processor import opening
 from ..processor.requests import Audited, audit_write
-from ..sources.base import Behind, Source
-from ..states.base import StatePartition, StateStore
+from ..sources.base import Source
+from ..states.base import StatePartition, StateStore, Write
 from .states import OWNER, partitions_of
 
 ACTION = "accept-loss"
@@ -39,27 +39,31 @@ def accept_loss(
     numbers = range(had) if partition is None else [partition]
     partitions = source.partitions()
     with ExitStack() as stack:
-        found: list[tuple[StatePartition, Loss, Behind]] = []
+        found: list[tuple[StatePartition, Loss, list[Write]]] = []
         for number in numbers:
             state = stack.enter_context(closing(store.own(processor, number, partitions, owner=OWNER)))
-            lost = _lost(source, number, state)
-            if lost is not None:
-                found.append((state, Loss(partition=number, events=lost.events, where=lost.where), lost))
+            if (lost := _lost(source, number, state)) is not None:
+                found.append((state, *lost))
         _accept(source, found, who=who, why=why)
         return [loss for _, loss, _ in found]
 
 
-def _lost(source: Source, number: int, state: StatePartition) -> Behind | None:
-    with closing(source.partition(number, opening.checkpoint(source, state), owner=OWNER)) as part:
+def _lost(source: Source, number: int, state: StatePartition) -> tuple[Loss, list[Write]] | None:
+    """What a partition has lost, and what accepts it."""
+    progress = opening.checkpoint(source, state)
+    with closing(source.partition(number, progress, owner=OWNER)) as part:
         found = opening.behind(source, part, state)
-    return None if found is None or found.reread else found
+        if found is None or found.reread:
+            return None
+        loss = Loss(partition=number, events=found.events, where=found.where)
+        return loss, opening.accepting(source, found, part.trusted(progress))
 
 
-def _accept(source: Source, found: Sequence[tuple[StatePartition, Loss, Behind]], *, who: str, why: str) -> None:
+def _accept(source: Source, found: Sequence[tuple[StatePartition, Loss, list[Write]]], *, who: str, why: str) -> None:
     """Each with its entry of the audit in one commit; together they are one action."""
     what = {"source": source.name, "losses": [asdict(loss) for _, loss, _ in found]}
     action_id, now = uuid7(), clock.now()
-    for state, loss, lost in found:
+    for state, loss, accepting in found:
         entry = Audited(
             action_id=action_id,
             action=ACTION,
@@ -71,4 +75,4 @@ def _accept(source: Source, found: Sequence[tuple[StatePartition, Loss, Behind]]
             done=loss.events,
             done_at=now,
         )
-        state.commit([opening.accepting(source, lost), audit_write(uuid7().bytes, entry)])
+        state.commit([*accepting, audit_write(uuid7().bytes, entry)])

@@ -29,7 +29,9 @@ from ..stores.base import (
 )
 
 BATCH = 1_000  # events changed in one transaction of a long action
+LOOK_MAX = 10_000  # events that a step of prune looks at: most of a young log may stay
 PAGE = 500  # events read at once
+PAGE_BYTES_MAX = 8 * 1024 * 1024  # of what they carry, likewise; one event alone may be larger
 EVENT_IDS_MAX = 10_000  # events named one by one in an action
 BATCHES_PER_SECOND = 4  # a rate is kept within a quarter of a second, not only on average
 AUDIT_LOOKBACK = 50  # entries that others may have written since ours
@@ -75,16 +77,25 @@ class Operations:
         limit: int | None = None,
         order: Order = Order.OLDEST,
         after: int | None = None,
+        payloads: bool = True,
     ) -> Iterator[Record]:
-        """The events that fit, by `seq` in the order asked for, read page by page; at most `limit` of them."""
+        """The events that fit, by `seq` in the order asked for, read page by page; at most `limit` of them.
+
+        Without `payloads`, their payload, headers and metadata are not read, and are empty. A page is bounded in events
+        and in bytes.
+        """
+        bytes_max = PAGE_BYTES_MAX if payloads else None
         while limit is None or limit > 0:
             size = PAGE if limit is None else min(PAGE, limit)
-            page = self._store.find(query, limit=size, order=order, after=after)
-            yield from page
-            if len(page) < size:
+            page = self._store.find(query, limit=size, order=order, after=after, payloads=payloads, bytes_max=bytes_max)
+            if not page:
                 return
-            after = page[-1].seq
-            limit = None if limit is None else limit - size
+            after, number = page[-1].seq, len(page)
+            while page:  # what was yielded is not held: a page may be shown for long
+                yield page.pop(0)
+            if number < size and not payloads:  # a page that ends early with payloads may have ended for its bytes
+                return
+            limit = None if limit is None else limit - number
 
     def get(self, event_id: UUID) -> Record | None:
         """The event with this id, if the store has it."""
@@ -94,7 +105,7 @@ class Operations:
         """Where each of these events stands; an id that the store does not have is absent."""
         found: dict[UUID, State] = {}
         for some in _chunks(_distinct(event_ids), PAGE):
-            records = self._store.find(Query(event_ids=some), limit=len(some))
+            records = self._store.find(Query(event_ids=some), limit=len(some), payloads=False)
             found |= {record.event.event_id: record.state for record in records}
         return found
 
@@ -227,9 +238,14 @@ class Operations:
         audit_id = self._store.begin_audit(who=who, action="prune", why=why, what=what)
         pace = Pace(rate, batch, self._monotonic)
 
-        def step(size: int, _: int) -> Step:
+        def step(size: int, behind: int) -> Step:
             return self._store.prune(
-                published_after=published_after, dead_after=dead_after, limit=size, audit_id=audit_id
+                published_after=published_after,
+                dead_after=dead_after,
+                limit=size,
+                audit_id=audit_id,
+                after=behind,
+                look_max=max(size, LOOK_MAX),
             )
 
         return self._run(step, pace, after=0, total=None, progress=progress)
@@ -245,6 +261,14 @@ class Operations:
         audit_id = self._store.begin_audit(who=who, action=action, why=why, what=what)
         self._store.change_control(changes, audit_id=audit_id)
         return self._store.control()
+
+    def raise_epoch(self, *, who: str, why: str | None = None) -> int:
+        """Begin a new epoch after the database was restored; return its number.
+
+        Until readers are registered again, `prune` keeps everything for them.
+        """
+        audit_id = self._store.begin_audit(who=who, action="raise epoch", why=why, what={})
+        return self._store.raise_epoch(audit_id=audit_id)
 
     def forget_reader(self, name: str, *, who: str, why: str | None = None) -> bool:
         """Let `prune` wait for this reader no longer; false if nobody of that name is registered."""

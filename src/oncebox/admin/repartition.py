@@ -26,7 +26,7 @@ from ..processor.requests import ASKED
 from ..publishers.message import key_of
 from ..sources.base import Source
 from ..states.base import PARTITIONS_MAX, Space, StatePartition, StateStore
-from .states import OWNER, PAGE, Entry, partitions_of, repartitioned
+from .states import OWNER, PAGE, PAGE_BYTES_MAX, Entry, partitions_of, repartitioned
 from .trail import note
 
 
@@ -184,7 +184,7 @@ def _check_keys(processor: str, owners: Sequence[StatePartition], source: Source
     """Each key lies where its source sends events of that key; so it is an ordering key, as far as can be known."""
     for number, owner in enumerate(owners):
         after: bytes | None = None
-        while page := owner.scan(Space.STATE, after=after, limit=PAGE):
+        while page := owner.scan(Space.STATE, after=after, limit=PAGE, bytes_max=PAGE_BYTES_MAX):
             for key, _ in page:
                 if (there := source.route(key.decode(), len(owners))) != number:
                     raise InvalidSetting(

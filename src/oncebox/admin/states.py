@@ -20,7 +20,8 @@ from ..processor.memory import key_bytes
 from ..states.base import Space, StatePartition, StateStore, StateView, Write, from_micros, micros
 
 FORMAT = 1
-PAGE = 1_000
+PAGE = 1_000  # entries read at once
+PAGE_BYTES_MAX = 8 * 1024 * 1024  # of values, likewise; one alone may be larger
 NEAR_MAX = 10_000  # keys that are compared with one that is not there
 COMMIT_MAX = 1_000
 COMMIT_BYTES_MAX = 8 * 1024 * 1024
@@ -78,7 +79,7 @@ def near(store: StateStore, processor: str, key: str) -> str | None:
 
 def _scan(number: int, view: StateView, prefix: bytes) -> Iterator[tuple[str, int, bytes]]:
     after: bytes | None = None
-    while page := view.scan(Space.STATE, prefix, after=after, limit=PAGE):
+    while page := view.scan(Space.STATE, prefix, after=after, limit=PAGE, bytes_max=PAGE_BYTES_MAX):
         yield from ((key.decode(), number, value) for key, value in page)
         after = page[-1][0]
 
@@ -93,7 +94,7 @@ def entries(store: StateStore, processor: str) -> Iterator[Entry]:
         with closing(view):
             for space in Space:
                 after: bytes | None = None
-                while page := view.writes(space, after=after, limit=PAGE):
+                while page := view.writes(space, after=after, limit=PAGE, bytes_max=PAGE_BYTES_MAX):
                     yield from (Entry(partition, space, key, value or b"", at) for _, key, value, at in page)
                     after = page[-1].key
 

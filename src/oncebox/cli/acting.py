@@ -251,6 +251,8 @@ def _show_control(call: Call, control: Control) -> None:
         ("lease", f"{control.lease.total_seconds():g}s" if control.lease else own),
         ("claim_max", f"{control.claim_max:,}" if control.claim_max else own),
         ("rate_max", f"{control.rate_max:g}/s" if control.rate_max else own),
+        ("workers_max", f"{control.workers_max:,}" if control.workers_max else "– (any number)"),
+        ("notify", "– (automatic)" if control.notify is None else "on" if control.notify else "off"),
     )
     call.answer(documents.control(control), tables.fields(pairs, call.screen))
 
@@ -264,6 +266,14 @@ def readers(call: Call) -> int:
     rows = ((name, position) for name, position in found.items())
     table = tables.table((Column("READER"), Column("POSITION", least=20)), rows, call.screen)
     call.answer(dict(found), table if found else ["no reader is registered"])
+    return OK
+
+
+def raise_epoch(call: Call) -> int:
+    """`raise-epoch`."""
+    with call.operations() as operations:
+        epoch = operations.raise_epoch(**call.audited)
+    call.answer({"epoch": epoch}, [f"epoch {epoch:,}"])
     return OK
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..admin.letters import Found
 from ..config import Control
-from ..event import Event, Record
+from ..event import Event, Record, State
 from ..processor.requests import Audited
 from ..stores.base import AuditEntry, FailingDestination, Killed, Migration, Past, Stats
 
@@ -136,6 +136,7 @@ def stats(found: Stats) -> dict[str, Any]:
     """The store at one moment."""
     return {
         "states": {str(state): number for state, number in found.states.items()},
+        "estimated": [str(state) for state in State if state in found.estimated],
         "eligible": found.eligible,
         "held": found.held,
         "retrying": found.retrying,
@@ -173,6 +174,8 @@ def control(settings: Control) -> dict[str, Any]:
         "lease_seconds": seconds(settings.lease),
         "claim_max": settings.claim_max,
         "rate_max": settings.rate_max,
+        "workers_max": settings.workers_max,
+        "notify": settings.notify,
     }
 
 
@@ -186,6 +189,7 @@ def entry(audited: AuditEntry) -> dict[str, Any]:
         "why": audited.why,
         "what": dict(audited.what),
         "affected": audited.affected,
+        "login": audited.login,
     }
 
 

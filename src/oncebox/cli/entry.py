@@ -66,6 +66,7 @@ RUN: Mapping[str, Callable[[Call], int]] = {
     "reap": relaying.reap,
     "doctor": doctor.doctor,
     "readers": acting.readers,
+    "raise-epoch": acting.raise_epoch,
     "verify": looking.verify,
 }
 

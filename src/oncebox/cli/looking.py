@@ -22,7 +22,7 @@ def list_events(call: Call) -> int:
     limit = call.args.limit or (values.ALL if call.args.json else LIST_LIMIT)
     asked, order = query(call.args), Order.NEWEST if call.args.newest else Order.OLDEST
     with call.operations() as operations:
-        found = operations.find(asked, limit=limit + 1, order=order, after=call.args.after)
+        found = operations.find(asked, limit=limit + 1, order=order, after=call.args.after, payloads=call.args.json)
         shown_events = islice(found, limit)
         as_json = json_array(documents.event(record) for record in shown_events) if call.args.json else None
         for line in as_json or _event_table(shown_events, call):
@@ -154,7 +154,7 @@ def _failing_lines(failing: Sequence[FailingDestination], screen: Screen) -> Ite
 
 
 def _stats_lines(found: Stats, screen: Screen) -> Iterator[str]:
-    rows = [(state, f"{found.states[state]:,}", ", ".join(_remarks(found, state))) for state in State]
+    rows = [(state, found.shown(state), ", ".join(_remarks(found, state))) for state in State]
     columns = (Column("STATE"), Column("EVENTS", right=True), Column("", least=20, droppable=True))
     yield from tables.table(columns, rows, screen)
     relays = f"{found.workers} signed on" + (", paused: `oncebox resume` lets them go on" if found.paused else "")
@@ -168,14 +168,14 @@ def _remarks(found: Stats, state: State) -> Iterator[str]:
             yield f"oldest eligible for {tables.age(found.oldest_pending)}"
         for word in ("retrying", "delayed", "blocked", "suspect"):
             if number := getattr(found, word):
-                yield f"{number:,} {word}"
+                yield f"{found.shown(state, number)} {word}"
     if state is State.CLAIMED:
         if found.oldest_claim is not None:
             yield f"oldest claim {tables.age(found.oldest_claim)}"
         if found.expired_claims:
             yield f"{found.expired_claims:,} expired"
     if state is State.DEAD and found.blocked_keys:
-        yield f"{found.blocked_keys:,} {'key' if found.blocked_keys == 1 else 'keys'} blocked"
+        yield f"{found.shown(state, found.blocked_keys)} {'key' if found.blocked_keys == 1 else 'keys'} blocked"
 
 
 def audit(call: Call) -> int:
@@ -199,10 +199,15 @@ def _audit_lines(entries: Sequence[AuditEntry], call: Call) -> Iterator[str]:
         Column("WHAT", least=20, droppable=True),
     )
     rows = (
-        (tables.moment(e.at)[:19] + "Z", e.who, e.action, f"{e.affected:,}", e.why or "", documents.compact(e.what))
+        (tables.moment(e.at)[:19] + "Z", _actor(e), e.action, f"{e.affected:,}", e.why or "", documents.compact(e.what))
         for e in entries
     )
     yield from tables.table(columns, rows, call.screen)
+
+
+def _actor(entry: AuditEntry) -> str:
+    """Who acted, and the login where it has another name."""
+    return entry.who if entry.login in (None, entry.who) else f"{entry.who} ({entry.login})"
 
 
 def verify(call: Call) -> int:

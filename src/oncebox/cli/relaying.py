@@ -1,14 +1,11 @@
 """The commands that keep running: `relay` and `reap`."""
 
 import logging
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, replace
 from datetime import timedelta
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from .. import logs
@@ -16,28 +13,36 @@ from ..config import Timing
 from ..errors import (
     PublisherRefused,
     PublisherUnavailable,
+    SourceRefused,
     SourceUnavailable,
     StateInUse,
     StateRefused,
+    StateUnavailable,
     StoreRefused,
     StoreUnavailable,
 )
 from ..logs import LogSettings
-from ..outage import outlast
+from ..outage import LAST_MAX, outlast
 from ..processor.app import load
 from ..processor.unhandled import listed
 from ..relay.file import read_settings, timing_from
+from ..relay.presence import check_places
 from ..relay.reaper import Reaper
 from ..relay.settings import RelaySettings
-from ..stores.base import hidden_password
-from ..wiring import open_publisher, open_source, open_store, store_url
+from ..stores.base import OutboxStore, hidden_password
+from ..wiring import open_publisher, open_source, open_state, open_store, store_url
 from .call import LEFT, OK, Call, Refused
+from .signals import stop_on_signals
 
 if TYPE_CHECKING:
     from ..spark.driver import Left, Plan, SparkRelay
 
-AWAY = (StoreUnavailable, PublisherUnavailable, SourceUnavailable)  # the same call may pass later
-REFUSED = (StoreRefused, PublisherRefused, StateRefused)  # it answers, and an operator must correct the login
+log = logging.getLogger(__name__)
+
+LOOK = 0.2  # seconds between looks at a reaper's thread
+AWAY = (StoreUnavailable, PublisherUnavailable, SourceUnavailable, StateUnavailable)  # the same call may pass later
+# It answers, and an operator must correct the login.
+REFUSED = (StoreRefused, PublisherRefused, SourceRefused, StateRefused)
 _LEFT = {  # what a processor's drain leaves, by reason
     "unread": "{:,} partitions have events that were not read",
     "retries": "{:,} events wait for a retry, or behind one of their key",
@@ -54,8 +59,8 @@ def relay(call: Call) -> int:
     """`relay`: what is wrong with the settings, the store or the URL is said before Spark is started."""
     settings, plan = _settings(call), _plan(call)
     _log(call)
-    with _signals() as stop:
-        running = _run(call, settings, plan, stop) if _all_answer(call, stop) else None
+    with stop_on_signals() as stop:
+        running = _run(call, settings, plan, stop) if _all_answer(call, stop, plan) else None
     published, left = (running.published, running.left) if running else (0, None)
     if plan.drain and left is None:
         raise Refused(f"stopped before it could count what is left; published {published:,} events")
@@ -63,6 +68,11 @@ def relay(call: Call) -> int:
     if left is not None:
         document["left"] = asdict(left)
     call.answer(document, [f"published {published:,} events", *([] if left is None else _left_lines(left))])
+    return exit_code(left)
+
+
+def exit_code(left: "Left | None") -> int:
+    """What a relay ends with: `LEFT` if a drain leaves work that a relay could have done."""
     return LEFT if left is not None and left.number else OK
 
 
@@ -80,11 +90,19 @@ def _listed(reasons: Mapping[str, int]) -> str:
     return ", ".join(f"{number:,} {name}" for name, number in reasons.items())
 
 
-def _all_answer(call: Call, stop: threading.Event) -> bool:
-    """Wait until broker and store answer; false if told to stop first. A drain does not wait: it fails."""
+def _all_answer(call: Call, stop: threading.Event, plan: "Plan") -> bool:
+    """Wait until broker and store answer; false if told to stop first. A drain does not wait: it fails.
+
+    `NoPlace` if other relays hold the places that this one would take: Spark is then not started for nothing.
+    """
+
+    def look() -> None:
+        with closing(open_store(call.args.store)) as store:
+            check_places(store, plan.places)
+
     with closing(open_publisher(call.args.to)) as publisher:
         broker = _answers(call, stop, publisher.check)
-    return broker and _answers(call, stop, lambda: open_store(call.args.store).close())
+    return broker and _answers(call, stop, look)
 
 
 def _answers(call: Call, stop: threading.Event, ask: Callable[[], object]) -> bool:
@@ -167,33 +185,60 @@ def process(call: Call) -> int:
     _log(call)
     names = ("tasks", "shift", "drain_wait")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    with _signals() as stop:
-        if not _answers(call, stop, lambda: open_source(args.source, consumer=app.name).close()):
-            return OK
+    with stop_on_signals() as stop:
+        if not _all_answer_processor(call, stop, app.name):
+            return _stopped(call)
         call.note(f"{app.name}: {hidden_password(args.source)} → {hidden_password(args.state)}: starting Spark")
         spark = session(args.master, app=f"oncebox process {app.name}", archive_classes=True)
         if stop.is_set():
-            return OK
+            return _stopped(call)
         options = {"source": args.source, "state": args.state, "emit": args.emit, "drain": args.drain, **given}
         try:
             running = host.process(spark, args.app, gives_up=lambda: stop.is_set() or args.drain, **options)
         except StateInUse:  # it stood by until it was told to stop
             if not stop.is_set():
                 raise
-            return OK
+            return _stopped(call)
         running.run(stop)
-    handled, left = running.handled, running.left
-    if args.drain and left is None:
+    return _processed(call, app.name, running.handled, running.unhandled, running.left)
+
+
+def _processed(
+    call: Call, name: str, handled: int, unhandled: Mapping[str, int], left: Mapping[str, int] | None
+) -> int:
+    """What a processor that has ended tells, and its exit code: `LEFT` if its drain leaves anything."""
+    if call.args.drain and left is None:
         raise Refused(f"stopped before it could count what is left; handled {handled:,} events")
-    document: dict[str, Any] = {"processor": app.name, "handled": handled, "unhandled": running.unhandled}
+    document: dict[str, Any] = {"processor": name, "handled": handled, "unhandled": dict(unhandled)}
     lines = [f"handled {handled:,} events"]
-    if running.unhandled:
-        lines.append(f"no handler: {listed(running.unhandled)}")
+    if unhandled:
+        lines.append(f"no handler: {listed(unhandled)}")
     if left is not None:
-        document["left"] = {name: left.get(name, 0) for name in _LEFT}
-        lines += [_LEFT[name].format(left[name]) for name in _LEFT if left.get(name)]
+        document["left"] = {reason: left.get(reason, 0) for reason in _LEFT}
+        lines += [_LEFT[reason].format(left[reason]) for reason in _LEFT if left.get(reason)]
     call.answer(document, lines)
     return LEFT if left else OK
+
+
+def _stopped(call: Call) -> int:
+    """The end of a processor that was told to stop before it began; a drain has then not done what it was for."""
+    if call.args.drain:
+        raise Refused("stopped before it could count what is left; handled 0 events")
+    return OK
+
+
+def _all_answer_processor(call: Call, stop: threading.Event, name: str) -> bool:
+    """Wait until source, state store and outbox answer; false if told to stop first. A drain fails instead."""
+    args = call.args
+
+    def read() -> None:
+        with closing(open_source(args.source, consumer=name)) as source:
+            source.partitions()
+
+    asks: list[Callable[[], object]] = [read, lambda: open_state(args.state).close()]
+    if args.emit:
+        asks.append(lambda: open_store(args.emit).close())
+    return all(_answers(call, stop, ask) for ask in asks)
 
 
 def reap(call: Call) -> int:
@@ -208,11 +253,25 @@ def reap(call: Call) -> int:
         call.answer(document, [f"{swept.recovered:,} events are eligible again, {swept.died:,} are DEAD"])
         return OK
     call.note(f"{call.store}: reaping every {interval.total_seconds():g} s; Ctrl-C stops")
-    with _signals() as stop:
-        if _answers(call, stop, lambda: open_store(call.args.store).close()):
-            with closing(open_store(call.args.store)) as store:
-                Reaper(store, interval=interval).run(stop)
+    with stop_on_signals() as stop:
+        found: list[OutboxStore] = []
+        if _answers(call, stop, lambda: found.append(open_store(call.args.store))):
+            _reap(found[0], interval, stop)
     return OK
+
+
+def _reap(store: OutboxStore, interval: timedelta, stop: threading.Event) -> None:
+    """Reap until told to stop, in a thread that can be left alone if the store stands still then."""
+    reaper = Reaper(store, interval=interval)
+    thread = threading.Thread(target=reaper.run, args=(stop,), name="reaper", daemon=True)
+    thread.start()
+    while thread.is_alive() and not stop.wait(LOOK):
+        pass
+    thread.join(LAST_MAX)
+    if thread.is_alive():
+        log.warning("%s could not sign off, and will be found silent: the store stands still", reaper.worker_id)
+    else:
+        store.close()
 
 
 def _log(call: Call) -> None:
@@ -226,21 +285,3 @@ def _log(call: Call) -> None:
 def _is_not_of_py4j(record: logging.LogRecord) -> bool:
     """When the JVM dies, py4j logs a stack as the root logger; the command names that end by itself."""
     return record.module != "java_gateway"
-
-
-@contextmanager
-def _signals() -> Iterator[threading.Event]:
-    """An event that the first SIGTERM or SIGINT sets; a second one ends the process at once."""
-    stop = threading.Event()
-
-    def told(number: int, _: FrameType | None) -> None:
-        if stop.is_set():
-            os._exit(128 + number)
-        stop.set()
-
-    before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

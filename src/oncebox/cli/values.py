@@ -141,11 +141,19 @@ def _on_dead(text: str) -> str:
     return text
 
 
+def _switch(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise wrong(text, "a switch", "give on or off", ("on", "off"))
+    return text == "on"
+
+
 SETTINGS: dict[str, Callable[[str], Any]] = {
     "on_dead": _on_dead,
     "lease": duration,
     "claim_max": count,
     "rate_max": rate,
+    "workers_max": count,
+    "notify": _switch,
 }
 
 

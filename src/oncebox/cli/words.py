@@ -168,7 +168,12 @@ def _relay(parser: Parser) -> None:
         ("--master", "URL", str, "the Spark master (default: the one that spark-submit gave, else local[*])"),
         ("--queries", "N", values.count, "staggered queries (default: 2)"),
         ("--tasks", "N", values.count, "tasks of each query (default: 1)"),
-        ("--shift", "TIME", values.duration, "how long a micro-batch lasts (default: 10s)"),
+        (
+            "--shift",
+            "TIME",
+            values.duration,
+            "how long a micro-batch lasts (default: 30s; with receipts, --drain: 10s)",
+        ),
         ("--receipts", "FORMAT:PATH", str, "keep a row for each delivery, like parquet:/var/lib/shop/receipts"),
         ("--checkpoint", "PATH", str, "where Spark keeps its own notes (default: beside the receipts, or temporary)"),
         ("--lease", "TIME", values.duration, "how long a claim lasts unless it is renewed (default: 30s)"),
@@ -477,10 +482,12 @@ _IN_ORDER: Sequence[Command] = (
         name="relay-config",
         summary="show or change what relays obey at run time",
         description="Show the settings that every relay of this store obeys at its next look, or change them:\n"
-        "  on_dead    block (a DEAD event holds back its key) or skip\n"
-        "  lease      how long a claim lasts, like 60s\n"
-        "  claim_max  events in one claim\n"
-        "  rate_max   events a second, like 500/s",
+        "  on_dead      block (a DEAD event holds back its key) or skip\n"
+        "  lease        how long a claim lasts, like 60s\n"
+        "  claim_max    events in one claim\n"
+        "  rate_max     events a second, like 500/s\n"
+        "  workers_max  workers of all relays together: each relay takes queries × tasks places when it starts\n"
+        "  notify       on or off: PostgreSQL wakes idle relays; default: on where it prepares no transactions",
         examples=(
             "oncebox relay-config",
             "oncebox relay-config on_dead=skip lease=60s --why 'slow webhooks'",
@@ -677,6 +684,15 @@ _IN_ORDER: Sequence[Command] = (
         description="List the registered readers of the event log and their positions, or strike one off.",
         examples=("oncebox readers", "oncebox readers --forget billing --why 'retired'"),
         arguments=_readers,
+    ),
+    Command(
+        name="raise-epoch",
+        summary="say that the store's database was restored",
+        description="Begin a new epoch: after a dump was restored into another cluster, a backup or a disk was "
+        "restored, or pg_upgrade ran. Readers' positions are of the database before: prune keeps everything for them "
+        "until each is moved again, which a processor does by itself.",
+        examples=("oncebox raise-epoch --why 'restored the backup of Monday'",),
+        arguments=_audited,
     ),
     Command(
         name="verify",

@@ -15,6 +15,7 @@ from ..event import Event
 
 NAME_MAX = 64
 RETRIES_MAX = 1_000
+TIMEOUT_MIN, TIMEOUT_MAX = timedelta(milliseconds=100), timedelta(days=1)
 UNHANDLED = ("skip", "stop", "dead")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -116,8 +117,10 @@ class Processor:
             ctx.state.add(event.ordering_key, event.json()["amount"])
 
     `max_retries` 3 means one run and three retries (EO-07), after `retry_delay`, doubling up to `retry_delay_max`.
-    `inbox` is how long a duplicate is known as one. `unhandled` says what becomes of events whose type has no handler:
-    "skip" and count them, "stop" the processor (`Unhandled`), or make each a "dead" letter.
+    `inbox` is how long a duplicate is known as one. `handler_timeout` is how long a handler may run; without it 5
+    minutes or, where events are claimed from an outbox, 2.5 leases. An async handler is then cancelled, and its event
+    has failed with a `TimeoutError`; a plain handler is ended with its process. `unhandled` says what becomes of events
+    whose type has no handler: "skip" and count them, "stop" the processor (`Unhandled`), or make each a "dead" letter.
     """
 
     name: str
@@ -127,6 +130,8 @@ class Processor:
     inbox: timedelta = timedelta(days=7)
     limits: Limits = field(default_factory=Limits)
     unhandled: Literal["skip", "stop", "dead"] = "skip"
+    handler_timeout: timedelta | None = None
+    timeouts: dict[str, timedelta] = field(default_factory=dict, init=False, repr=False)  # of single handlers
     _handlers: dict[str, Handler] = field(default_factory=dict, init=False, repr=False)
     _default: Handler | None = field(default=None, init=False, repr=False)
 
@@ -145,19 +150,25 @@ class Processor:
             raise InvalidSetting(f"unhandled is {self.unhandled!r}; give one of {', '.join(UNHANDLED)}")
         if self.inbox <= timedelta(0):
             raise InvalidSetting(f"inbox is {self.inbox}; give a time above 0")
+        if self.handler_timeout is not None:
+            _check_timeout("handler_timeout", self.handler_timeout)
 
-    def on(self, *event_types: str) -> Callable[[Handler], Handler]:
-        """Handle events of these types, each by one handler only."""
+    def on(self, *event_types: str, timeout: timedelta | None = None) -> Callable[[Handler], Handler]:
+        """Handle events of these types, each by one handler only; `timeout` takes the place of `handler_timeout`."""
 
         def register(handler: Handler) -> Handler:
             for event_type in event_types:
                 if event_type in self._handlers:
                     raise InvalidSetting(f"{self.name} has a handler for {event_type!r} already")
                 self._handlers[event_type] = checked(handler)
+                if timeout is not None:
+                    self.timeouts[event_type] = timeout
             return handler
 
         if not event_types:
             raise InvalidSetting("name the event types: @app.on('order.created')")
+        if timeout is not None:
+            _check_timeout("timeout", timeout)
         return register
 
     def default(self, handler: Handler) -> Handler:
@@ -201,6 +212,11 @@ class Processor:
     def backoff(self, failures: int) -> timedelta:
         """How long to wait after so many failures."""
         return min(self.retry_delay_max, self.retry_delay * (1 << min(failures - 1, 32)))
+
+
+def _check_timeout(name: str, timeout: timedelta) -> None:
+    if not TIMEOUT_MIN <= timeout <= TIMEOUT_MAX:
+        raise InvalidSetting(f"{name} is {timeout}; give {TIMEOUT_MIN} to {TIMEOUT_MAX}")
 
 
 def checked(handler: Handler) -> Handler:
@@ -256,12 +272,12 @@ class Runner:
     def __init__(self) -> None:
         self._loop: asyncio.Runner | None = None
 
-    def call(self, handler: Handler, event: Event, context: Context) -> None:
-        """Run it to its end."""
+    def call(self, handler: Handler, event: Event, context: Context, timeout: Callable[[Event], float]) -> None:
+        """Run it to its end; an async one is cancelled after its timeout, and that is a `TimeoutError`."""
         result = handler(event, context)
         if result is not None and inspect.isawaitable(result):
             self._loop = self._loop or asyncio.Runner()
-            self._loop.run(_awaited(result))
+            self._loop.run(_awaited(result, timeout(event)))
 
     def close(self) -> None:
         """End the loop, if there was one."""
@@ -270,5 +286,12 @@ class Runner:
             self._loop = None
 
 
-async def _awaited(result: Awaitable[None]) -> None:
-    await result
+async def _awaited(result: Awaitable[None], seconds: float) -> None:
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            await result
+    except TimeoutError as error:
+        if not limit.expired():  # the handler's own
+            raise
+        raise TimeoutError(f"the handler was cancelled after {seconds:g} s, its timeout") from error

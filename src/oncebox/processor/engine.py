@@ -8,6 +8,8 @@
 6. Acknowledge.                                     A crash before it: redelivered, and left out by step 1 (EO-05).
 7. Forward what was emitted, then remove it.        A crash between: forwarded again, and known by its id.
 
+A batch takes no further event after some seconds (`pace.py`): what is left of it has its turn in the next.
+
 When the state store refuses the content of 5, or a handler of 3 has ended or outlived the transaction, nothing of the
 batch has happened. Its events are run again one by one; the one that is refused alone has failed, as if it had raised.
 
@@ -21,9 +23,12 @@ marker is always committed by itself, right before its handler runs.
 """
 
 import logging
+import threading
+from asyncio import CancelledError
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from traceback import clear_frames
 from typing import Any
 from uuid import UUID
 
@@ -46,6 +51,7 @@ from .app import Handler, Permanent, Processor, Runner, State, sealed
 from .inbox import Inbox
 from .joined import Joined
 from .memory import Entry, Memory, Overlay, writes
+from .pace import checked_hold, pace_of
 from .progress import Tracker
 from .requests import Requests
 from .waiting import NEVER, Failed, Tried, Waiting
@@ -56,7 +62,7 @@ POLL = timedelta(milliseconds=100)
 FORWARD_MAX = 1_000
 NO_TIME = timedelta(0)
 PREFETCHED_MAX = KEY_BYTES_MAX // 4  # characters of a key that fits for sure
-HOLD = 5.0  # seconds between two words to the source about what is still worked on
+RESPITE = timedelta(seconds=5)  # after a death, so that the other partitions of its task work between its tries
 LOST = "lost: the source deleted it before it was acknowledged; unless it was handled, it never will be"
 DIED = "the process died while this event was handled, alone"
 AtStep = Callable[[str], None]
@@ -74,6 +80,7 @@ class Change:
     skipped: list[Tried] = field(default_factory=list)  # not run: one of their key failed before them
     letters: list[records.DeadLetter] = field(default_factory=list)
     again: set[bytes] = field(default_factory=set)  # redriven letters of events that this processor emitted
+    rest: Sequence[Tried] = ()  # not run: the batch took too long
     unhandled: dict[str, int] = field(default_factory=dict)  # by type: events of types without a handler
 
 
@@ -210,8 +217,14 @@ class Engine:
         log_source: bool,
         encode: Callable[[Any], tuple[bytes, str]],
         outbox: OutboxStore | None = None,
+        run: str | None = None,
         at: AtStep = lambda _: None,
     ) -> None:
+        """`run` names the run of the processor that it is a part of: a death in another run may be no death."""
+        self._pace = pace_of(app, source.lease)
+        self._run_name = run
+        self._run_noted = False
+        self.at_work: tuple[Event] | None = None  # the event whose handler runs
         self._app = app
         self._source = source
         self._state = state
@@ -223,10 +236,15 @@ class Engine:
         self._memory = Memory(state, app.limits.cache_max)
         self._runner = Runner()
         self._checkpoint = source_name.encode()
-        found = state.get(Space.CHECKPOINTS, [self._checkpoint, records.STARTED, records.SUSPECTS])
+        found = state.get(Space.CHECKPOINTS, [self._checkpoint, *records.MARKS])
         self._tracker = Tracker(self._start(found.get(self._checkpoint)), source.to_keep)
         self._keep_origin(found.get(self._checkpoint))
-        self._hold_at = clock.monotonic() + HOLD
+        self.hold_interval = checked_hold(source.hold_interval, source.lease)
+        self._hold_at = clock.monotonic() + self.hold_interval
+        self._holds = threading.Lock()  # one call of `hold` at a time
+        self._leases_lost: set[Position] = set()  # as `hold` has told, perhaps to another thread
+        self._take_max = app.limits.batch_max  # how many are taken at once: fewer, when they grow too old
+        self.recovered = records.STARTED in found  # a process died here while handlers were at work, or about to be
         self._waiting = Waiting(self._recover(found))
         self._failures = self._failed_before()
         self._inbox = Inbox(state)
@@ -248,10 +266,12 @@ class Engine:
 
     def close(self) -> None:
         """Give back what is unfinished; a batch that was announced and never ran has not started."""
-        self._runner.close()
-        if self._marked:
-            self._unmark()
-        self._source.close(self._waiting.messages())
+        try:
+            self._runner.close()
+            if self._marked:
+                self._unmark()
+        finally:
+            self._source.close(self._waiting.messages())
 
     def _start(self, checkpoint: bytes | None) -> Progress:
         """Where the checkpoint says or, the first time, where the source began."""
@@ -270,21 +290,32 @@ class Engine:
     # --- what a former life left ------------------------------------------------------------------------------------
 
     def _recover(self, found: Mapping[bytes, bytes]) -> set[bytes]:
-        """A batch that has started and not ended is run again one by one; an event that was alone is to blame."""
+        """A batch that has started and not ended is run again one by one; an event that was alone is to blame.
+
+        In another run of the processor it may have been alone because that run was paused, and this one took over. So
+        that is excused once for an event; the second time it is to blame, for it may have ended the whole run.
+        """
         started = records.identities_from(found.get(records.STARTED))
-        suspects = set(records.identities_from(found.get(records.SUSPECTS)))
         if not started:
-            return suspects
-        changes = [Write(Space.CHECKPOINTS, records.STARTED, None)]
+            return set(records.identities_from(found.get(records.SUSPECTS)))
+        changes, suspects = records.suspected(found)
         if len(started) == 1 and started[0] not in _lived:
-            failures = failures_of(self._state.get(Space.RETRIES, started).get(started[0])) + 1
-            changes.append(Write(Space.RETRIES, started[0], retry_bytes(failures, DIED, self._due_at(failures))))
-            log.error("%s: %s", self.name, DIED)
-        suspects |= set(started)
-        changes.append(Write(Space.CHECKPOINTS, records.SUSPECTS, records.identities_bytes(suspects)))
+            if self._is_excused(started[0], found):
+                changes.append(Write(Space.CHECKPOINTS, records.EXCUSED, started[0]))
+                log.warning("%s: an event ran alone when its run ended; it is tried again, uncharged", self.name)
+            else:
+                failures = failures_of(self._state.get(Space.RETRIES, started).get(started[0])) + 1
+                due_at = max(self._due_at(failures), clock.now() + min(RESPITE, self._app.retry_delay_max))
+                changes.append(Write(Space.RETRIES, started[0], retry_bytes(failures, DIED, due_at)))
+                log.error("%s: %s", self.name, DIED)
         self._state.commit(changes)
         _lived.difference_update(started)
         return suspects
+
+    def _is_excused(self, started: bytes, found: Mapping[bytes, bytes]) -> bool:
+        marked_by = found.get(records.STARTED_BY, b"").decode()
+        another_run = self._run_name is not None and marked_by not in {"", self._run_name}
+        return another_run and found.get(records.EXCUSED) != started
 
     def _failed_before(self) -> dict[bytes, Failed]:
         """How often each unfinished event has failed; only the owner writes it, so it is read once."""
@@ -301,7 +332,8 @@ class Engine:
         changed: dict[bytes, bytes] = {}
         for key, value in found.items():
             failures, due_at = failures_of(value), due_of(value)
-            if due_at is not None and due_at > (latest := self._due_at(failures)):
+            latest = max(self._due_at(failures), clock.now() + min(RESPITE, self._app.retry_delay_max))
+            if due_at is not None and due_at > latest:
                 changed[key] = retry_bytes(failures, error_of(value), latest)
         return changed
 
@@ -332,14 +364,12 @@ class Engine:
 
     def step(self, *, wait: timedelta = POLL) -> Round:
         """One turn: a batch from the source and what is due again, to its end."""
-        self._hold()
+        self.keep()
         if self._left:
             self._forward()  # before anything newer
         self._requests.turn()
         lost = self._give_up_lost()
-        batch, self._marked = self._marked, []
-        skipped = 0 if batch else self._take(wait)  # 1
-        marked, batch = bool(batch), batch or self._batch()
+        batch, marked, skipped = self._next_batch(wait)  # 1
         if not batch:
             if self._passed:
                 self._pass_over()
@@ -354,6 +384,8 @@ class Engine:
             try:
                 change = self._handle(batch)  # 3
                 self._at("handled")
+                batch = batch[: len(batch) - len(change.rest)]
+                self._waiting.put_back(change.rest)
                 self._hold_back(change)
                 skipped += self._announce()  # 1, 2 of the next batch
                 done = self._commit(change)  # 4, 5
@@ -377,6 +409,16 @@ class Engine:
         self._forward()  # 7
         return self._round(change, skipped, lost)
 
+    def _next_batch(self, wait: timedelta) -> tuple[list[Tried], bool, int]:
+        """Whose turn it is; whether their marker is committed already; how many were done before."""
+        batch, self._marked = self._marked, []
+        skipped = 0 if batch else self._take(wait)
+        marked, batch = bool(batch), batch or self._batch()
+        if not self._too_old(batch):
+            return batch, marked, skipped
+        skipped += self._take_anew(batch)
+        return self._batch(), False, skipped
+
     def _round(self, change: Change, skipped: int, lost: int) -> Round:
         """What a turn did that committed this change."""
         if change.unhandled:
@@ -391,15 +433,55 @@ class Engine:
             unhandled_types=change.unhandled,
         )
 
-    def _hold(self) -> None:
-        """Tell the source every few seconds what is still worked on; what is lost all the same is known by its id."""
-        now = clock.monotonic()
-        if now < self._hold_at or not self._waiting:
+    def keep(self) -> None:
+        """Tell the source every few seconds what is still worked on; from another thread, too, while a handler runs."""
+        if clock.monotonic() < self._hold_at or not self._waiting or not self._holds.acquire(blocking=False):
             return
-        self._hold_at = now + HOLD
-        lost = self._source.hold(self._waiting.messages())
+        try:
+            self._hold_at = clock.monotonic() + self.hold_interval
+            self._leases_lost.update(self._source.hold(self._waiting.messages()))
+        finally:
+            self._holds.release()
+
+    def _too_old(self, batch: Sequence[Tried]) -> bool:
+        """Whether a lease was lost, or one of these might not outlast its handler: then it must not begin."""
+        if self._leases_lost and self._lost_leases():
+            return True
+        age_max = self._pace.age_max
+        if age_max is None:
+            return False
+        return self._source.age([message for tried in batch for message in tried.messages]) > age_max
+
+    def _lost_leases(self) -> bool:
+        """Whether some of what is unfinished was given to others; what was finished meanwhile does not count."""
+        told, self._leases_lost = self._leases_lost, set()
+        lost = told.intersection(message.position for message in self._waiting.messages())
         if lost:
-            log.warning("%s: the source has given %d events to others; their effects happen once", self.name, len(lost))
+            log.warning(
+                "%s: %d events are no longer held, and come again; their effects happen once", self.name, len(lost)
+            )
+        return bool(lost) and self._pace.age_max is not None
+
+    def _take_anew(self, batch: Sequence[Tried]) -> int:
+        """Give back what waits, and take some of it again, under new leases: fewer, since so many grew too old."""
+        self._waiting.put_back(batch)
+        self._source.release(self._waiting.give_back())
+        self._take_max = max(1, self._take_max // 2)
+        return self._take(NO_TIME)
+
+    @property
+    def timeout_longest(self) -> float:
+        """Seconds that the slowest handler may take."""
+        return self._pace.longest.total_seconds()
+
+    @property
+    def timeout_shortest(self) -> float:
+        """Seconds that the fastest handler may take."""
+        return self._pace.shortest.total_seconds()
+
+    def timeout_of(self, event: Event) -> float:
+        """Seconds that the handler of this event may take."""
+        return self._app.timeouts.get(event.event_type, self._pace.timeout).total_seconds()
 
     @property
     def waiting(self) -> int:
@@ -410,6 +492,11 @@ class Engine:
     def retries(self) -> int:
         """How many events have failed and are unfinished; also those that the source has not delivered again yet."""
         return len(self._failures)
+
+    @property
+    def wary(self) -> bool:
+        """Whether its first batch may be one that ends its process again: let other partitions work before it."""
+        return self.recovered or bool(self._waiting.suspects or self._failures)
 
     @property
     def due_in(self) -> float | None:
@@ -433,7 +520,7 @@ class Engine:
         if self._trouble is not None:
             raise self._trouble
         limits, ready = self._app.limits, self._waiting.ready(clock.monotonic())
-        room = limits.batch_max - ready
+        room = self._take_max - ready
         if room <= 0 or max(self._tracker.held, len(self._waiting)) >= limits.waiting_max:
             if not ready:  # nothing more is taken before one of them is due
                 clock.sleep(min(wait.total_seconds(), self._waiting.due_in(clock.monotonic()) or 0.0))
@@ -535,7 +622,11 @@ class Engine:
     # --- 2 ----------------------------------------------------------------------------------------------------------
 
     def _mark(self, batch: Sequence[Tried]) -> None:
-        self._state.commit([Write(Space.CHECKPOINTS, records.STARTED, _marker(batch))])
+        marks = [Write(Space.CHECKPOINTS, records.STARTED, _marker(batch))]
+        if len(batch) == 1 and not self._run_noted:
+            marks.append(Write(Space.CHECKPOINTS, records.STARTED_BY, (self._run_name or "").encode() or None))
+        self._state.commit(marks)
+        self._run_noted = self._run_noted or len(batch) == 1
 
     def _pass_over(self) -> None:
         """Duplicates alone move the checkpoint too: later nobody would know them, or the log would not have them."""
@@ -577,30 +668,40 @@ class Engine:
         handler_of, max_retries = self._app.handler, self._app.max_retries
         if self._app.unhandled == "stop":
             self._check_types(batch)
-        for tried in batch:
-            if clock.monotonic() >= self._hold_at:
-                self._hold()
+        ends = clock.monotonic() + self._pace.batch
+        for place, tried in enumerate(batch):
+            now = clock.monotonic()
+            if now >= self._hold_at:
+                self.keep()
+            if now >= ends and place:
+                change.rest = batch[place:]
+                break
             event = tried.message.event
             if event.ordering_key in stopped:
                 change.skipped.append(tried)
                 continue
             handler = handler_of(event.event_type)
-            if tried.failures > max_retries:  # it killed its process once too often, or `max_retries` was lowered
-                change.letters.append(self._letter(tried, tried.failures, self._last_error(tried), ""))
-                change.finished.append(tried)
-            elif tried.message.fault is not None:
-                change.letters.append(self._letter(tried, tried.failures + 1, tried.message.fault, ""))
-                change.finished.append(tried)
-            elif tried.emitted:
-                self.check_emits()
-                change.emitted.append(records.emitted_again(event))
-                change.again.add(tried.identity)
-                change.finished.append(tried)
-            elif handler is None:
-                self._pass_by(tried, change)
+            if handler is None or tried.failures > max_retries or tried.message.fault is not None or tried.emitted:
+                self._settle(tried, change)
             elif not self._run(handler, event, tried, change) and event.ordering_key is not None:
                 stopped.add(event.ordering_key)
         return change
+
+    def _settle(self, tried: Tried, change: Change) -> None:
+        """An event that no handler runs for."""
+        if tried.failures > self._app.max_retries:  # it killed its process once too often, or `max_retries` was lowered
+            change.letters.append(self._letter(tried, tried.failures, self._last_error(tried), ""))
+            change.finished.append(tried)
+        elif tried.message.fault is not None:
+            change.letters.append(self._letter(tried, tried.failures + 1, tried.message.fault, ""))
+            change.finished.append(tried)
+        elif tried.emitted:
+            self.check_emits()
+            change.emitted.append(records.emitted_again(tried.message.event))
+            change.again.add(tried.identity)
+            change.finished.append(tried)
+        else:
+            self._pass_by(tried, change)
 
     def _check_types(self, batch: Sequence[Tried]) -> None:
         """Before any handler of the batch runs, stop for an event of a type without a handler."""
@@ -633,16 +734,20 @@ class Engine:
             event = sealed(event)
         overlay = Overlay(self._memory, change.state)
         context = _Context(self, tried, overlay)
+        self.at_work = (event,)
         try:
-            self._runner.call(handler, event, context)
+            self._runner.call(handler, event, context, self.timeout_of)
             if context.borrowed:
                 context.give_back(keep=True)
         except (NoOutbox, TransactionEnded):  # the transaction is that of the whole batch
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a handler raises is this event's failure
+        except (Exception, CancelledError, SystemExit) as error:  # noqa: BLE001 - all of it is this event's failure
             if context.borrowed:
+                clear_frames(error.__traceback__)  # else a stream that it was reading keeps the connection
                 context.give_back(keep=False)
             return self._note(tried, error, change)
+        finally:
+            self.at_work = None
         change.state.update(overlay.changes)
         if context.emitted:
             change.emitted += context.emitted
@@ -675,7 +780,7 @@ class Engine:
         self._hold_back(change)
         return change
 
-    def _note(self, tried: Tried, error: Exception, change: Change) -> bool:
+    def _note(self, tried: Tried, error: BaseException, change: Change) -> bool:
         """Count a failure; past `max_retries`, or when no retry helps, the event is given up (EO-07)."""
         failures = tried.failures + 1
         told = records.error_text(error)
@@ -698,7 +803,7 @@ class Engine:
             source=former.source if former else self._source_name,
             position=tried.message.position,
             redriven=former.redriven + 1 if former else 0,
-            cut=[name for name in former.cut if name == "headers"] if former else (),
+            cut=[name for name in former.cut if name not in {"error", "traceback"}] if former else (),
             emitted=tried.emitted,
         )
         kept = records.fitted(letter)
@@ -749,6 +854,7 @@ class Engine:
         self._waiting.finished(done)
         self._inbox.added(identities)
         self._requests.committed(identities)
+        self._take_max = min(2 * self._take_max, self._app.limits.batch_max)
         self._next_outgoing += len(change.emitted)
         if self._failures:
             for tried in done:
@@ -823,7 +929,8 @@ def append_once(outbox: OutboxStore, events: Sequence[NewEvent]) -> None:
         outbox.append(events)
     except DuplicateEvent:
         ids = [event.event_id for event in events]
-        there: set[UUID] = {one.event.event_id for one in outbox.find(Query(event_ids=ids), limit=len(ids))}
+        known = outbox.find(Query(event_ids=ids), limit=len(ids), payloads=False)
+        there: set[UUID] = {one.event.event_id for one in known}
         outbox.append([event for event in events if event.event_id not in there])
 
 

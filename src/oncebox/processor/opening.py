@@ -8,6 +8,7 @@ all of it out again is read again, with a warning; else it is `StateBehind`, and
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import Any
 
 from ..errors import StateBehind
@@ -17,7 +18,7 @@ from ..stores.base import OutboxStore
 from .app import Processor
 from .engine import AtStep, Engine
 from .inbox import Inbox
-from .records import identity, progress_bytes, progress_from
+from .records import MARKS, STARTED, identities_from, identity, progress_bytes, progress_from, suspected
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ def open_engine(
     owner: str,
     encode: Callable[[Any], tuple[bytes, str]],
     outbox: OutboxStore | None = None,
+    run: str | None = None,
     at: AtStep = lambda _: None,
 ) -> Engine:
     """An engine over a partition of a source, from where its state ends; `StateBehind` if the source is further.
@@ -51,6 +53,7 @@ def open_engine(
             log_source=source.capabilities.positions,
             encode=encode,
             outbox=outbox,
+            run=run,
             at=at,
         )
         opened.pop_all()
@@ -96,6 +99,15 @@ def behind(source: Source, part: SourcePartition, state: StatePartition) -> Behi
     return part.behind(done, known)
 
 
+def excuse(state: StatePartition) -> bool:
+    """After a stop that had to end a handler's process: charge no event for it. Whether one would have been charged."""
+    found = state.get(Space.CHECKPOINTS, MARKS)
+    alone = len(identities_from(found.get(STARTED))) == 1
+    if alone:
+        state.commit(suspected(found)[0])
+    return alone
+
+
 def told(processor: str, source: Source, number: int, found: Behind) -> str:
     """What happened, and what can be done about it."""
     replay = f" Or have them handed out again: {found.replay}." if found.replay else ""
@@ -107,12 +119,16 @@ def told(processor: str, source: Source, number: int, found: Behind) -> str:
     )
 
 
-def accepting(source: Source, found: Behind) -> Write:
-    """The write that accepts a loss.
+def accepting(source: Source, found: Behind, proven: Progress) -> list[Write]:
+    """The writes that accept a loss; `proven` is what the source trusts of the checkpoint.
 
     A log is read on behind it. Elsewhere it is kept beside the checkpoint, and counts for this check alone: below it
-    there may be events that are still to be handed out.
+    there may be events that are still to be handed out. Where the checkpoint proves that events are done, its proof
+    begins anew behind the loss: what is lost can still be handled, if an operator has it handed out again.
     """
     key = source.name.encode()
     kept = key if source.capabilities.positions else ACCEPTED + key
-    return Write(Space.CHECKPOINTS, kept, progress_bytes(Progress(found.remembered)))
+    writes = [Write(Space.CHECKPOINTS, kept, progress_bytes(Progress(found.remembered)))]
+    if proven.since is not None and proven.since < found.remembered:
+        writes.append(Write(Space.CHECKPOINTS, key, progress_bytes(replace(proven, since=found.remembered))))
+    return writes

@@ -21,6 +21,7 @@ class Tracker:
         self._keep = keep
         self._low = progress.low
         self.since = progress.since
+        self._former_last = progress.last
         self._done = set(progress.done)
         self._open: set[Position] = set()
         self._order: deque[Position] = deque()  # what was delivered above the mark, the lowest first
@@ -70,7 +71,16 @@ class Tracker:
     @property
     def progress(self) -> Progress:
         """What a checkpoint says."""
-        return Progress(None if self._low is None else self._keep(self._low), frozenset(self._done), self.since)
+        low = None if self._low is None else self._keep(self._low)
+        return Progress(low, frozenset(self._done), self.since, self._last())
+
+    def _last(self) -> Position | None:
+        """The highest of what is done above the mark, with its proof: by the life that was handed it."""
+        if not self._done:
+            return None
+        last, former = max(self._done), self._former_last
+        kept = former if former is not None and former[: len(last)] == last else self._keep(last)
+        return kept if len(kept) > len(last) else None
 
     @property
     def held(self) -> int:

@@ -14,17 +14,22 @@ from typing import Any
 from uuid import NAMESPACE_OID, UUID, uuid5
 
 from ..errors import DuplicateEvent, ForbiddenWrite, InvalidEvent
-from ..event import Event, NewEvent
+from ..event import NOTHING, Event, NewEvent
 from ..sources.base import Message, Position, Progress
 from ..states.base import VALUE_BYTES_MAX, Space, StateView, Write
 
 STARTED = b"\0started"  # the events of a batch whose handlers are running
 SUSPECTS = b"\0suspects"  # events of a batch that was not finished: each is run alone
+STARTED_BY = b"\0started by"  # the run of the processor that has marked a single event last
+EXCUSED = b"\0excused"  # the event that was last found marked by another run, and not charged for it
+MARKS = (STARTED, SUSPECTS, STARTED_BY, EXCUSED)
 IDENTITY_BYTES = 20
 REFUSED = (InvalidEvent, DuplicateEvent, ForbiddenWrite)  # what an outbox that answers says of an event it can't have
 ERROR_MAX = 8_000
 TRACEBACK_MAX = 32_000
 HEADERS_BYTES_MAX = 1024 * 1024  # of a letter: far more than a producer may give, but a stranger's may be larger
+TEXT_MAX = 64 * 1024  # characters of a type or a key: far more than a producer may give, but a stranger's may be larger
+_TEXTS = ("event_type", "ordering_key", "partition_key", "content_type")
 INLINE_MAX = PART_BYTES = 256 * 1024  # small, so that a page of letters that runs into parts reads little in vain
 PARTS = b"\xff" * (IDENTITY_BYTES + 1)  # what keys of parts begin with: above every identity
 PARTS_READ = 64  # at once
@@ -49,7 +54,8 @@ def emitted_id(processor: str, message: Message, place: int) -> UUID:
 def progress_bytes(progress: Progress) -> bytes:
     """A checkpoint."""
     since = {} if progress.since is None else {"since": progress.since}
-    return _json({"low": progress.low, "done": sorted(progress.done), **since})
+    last = {} if progress.last is None else {"last": progress.last}
+    return _json({"low": progress.low, "done": sorted(progress.done), **since, **last})
 
 
 def progress_from(value: bytes | None) -> Progress:
@@ -59,7 +65,8 @@ def progress_from(value: bytes | None) -> Progress:
     found = json.loads(value)
     low: Position | None = tuple(found["low"]) if found["low"] is not None else None
     since: Position | None = tuple(found["since"]) if "since" in found else None
-    return Progress(low, frozenset(map(tuple, found["done"])), since)
+    last: Position | None = tuple(found["last"]) if "last" in found else None
+    return Progress(low, frozenset(map(tuple, found["done"])), since, last)
 
 
 def identities_bytes(identities: Iterable[bytes]) -> bytes:
@@ -73,11 +80,21 @@ def identities_from(value: bytes | None) -> list[bytes]:
     return [said[start : start + IDENTITY_BYTES] for start in range(0, len(said), IDENTITY_BYTES)]
 
 
+def suspected(found: Mapping[bytes, bytes]) -> tuple[list[Write], set[bytes]]:
+    """Of the marks of a batch that was not finished: the writes that make its events suspects, and all suspects."""
+    suspects = set(identities_from(found.get(SUSPECTS))) | set(identities_from(found.get(STARTED)))
+    return [
+        Write(Space.CHECKPOINTS, STARTED, None),
+        Write(Space.CHECKPOINTS, SUSPECTS, identities_bytes(suspects)),
+    ], suspects
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
     """An event that was given up: all of it, why, and when (EO-08).
 
-    The payload is always whole. What was too large of `error`, `traceback` and `headers` is cut, and `cut` names it.
+    The payload is always whole. What was too large of `error`, `traceback` and `headers` is cut, and `cut` names it. So
+    is a type, a key or metadata of a stranger's event, if it is larger than any producer of ours could make it.
     """
 
     event: Event
@@ -116,6 +133,14 @@ def fitted(letter: DeadLetter) -> DeadLetter:
     if len(headers) < len(event.headers):
         cut.add("headers")
         event = event._replace(headers=headers)
+    for name in _TEXTS:
+        text = getattr(event, name)
+        if text is not None and len(text) > TEXT_MAX:
+            cut.add(name)
+            event = event._replace(**{name: text[:TEXT_MAX]})
+    if event.metadata and len(json.dumps(dict(event.metadata), default=dict)) > HEADERS_BYTES_MAX:
+        cut.add("metadata")
+        event = event._replace(metadata=NOTHING)
     return replace(
         letter,
         event=event,

@@ -46,6 +46,9 @@ class Waiting:
 
     def __init__(self, suspects: Collection[bytes] = ()) -> None:
         self.suspects = frozenset(suspects)  # each runs alone
+        self._clear()
+
+    def _clear(self) -> None:
         self._all: dict[bytes, Tried] = {}
         self._ready: deque[Tried] = deque()  # in the order of their positions within each key
         self._late: list[tuple[float, int, Tried]] = []  # a heap: what failed, by when it is due
@@ -86,8 +89,23 @@ class Waiting:
                 ready.append(tried)
 
     def messages(self) -> list[Message]:
-        """Everything that is unfinished."""
-        return list(chain.from_iterable(tried.messages for tried in self._all.values()))
+        """Everything that is unfinished; also for another thread than the one that changes it."""
+        return list(chain.from_iterable(tried.messages for tried in list(self._all.values())))
+
+    def give_back(self) -> list[Message]:
+        """Forget everything that the source can hand out again, and return it; dead letters that are redriven stay."""
+        messages = self.messages()
+        letters = [tried for tried in self._all.values() if tried.letter is not None]
+        due = self._due | {tried.identity: at for at, _, tried in self._late}
+        self._clear()
+        for tried in letters:
+            tried.messages = ()
+            self._all[tried.identity] = tried
+            self._ready.append(tried)
+            if tried.failures:
+                self._apart = True
+                self._due[tried.identity] = due.get(tried.identity, 0.0)
+        return messages
 
     def ready(self, now: float) -> int:
         """How many could run now, or nearly so many."""

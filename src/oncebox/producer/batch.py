@@ -18,6 +18,7 @@ from ..event import (
     BYTES_TYPE,
     CONTENT_TYPE_MAX,
     KEY_MAX,
+    METADATA_BYTES_MAX,
     NewEvent,
     check_headers,
     check_name,
@@ -30,7 +31,6 @@ from .payload import Encoder, utf8
 
 BATCH_EVENTS_MAX = 10_000  # of a batch cut from an iterator, and of one bulk statement
 BATCH_BYTES_MAX = 16 * 1024 * 1024  # of payload, likewise; one event alone may be larger
-METADATA_BYTES_MAX = 65_536
 _NIL = UUID(int=0)
 Column = Sequence[Any]
 

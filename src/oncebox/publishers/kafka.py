@@ -44,6 +44,7 @@ _TOPIC_ERRORS = frozenset(
 )
 _EVENT_ERRORS = frozenset({KafkaError.INVALID_RECORD, KafkaError.INVALID_TIMESTAMP, KafkaError.INVALID_MSG_SIZE})
 _ANOTHER_REFUSED = KafkaError._INVALID_DIFFERENT_RECORD  # the whole batch is, because of a record in it
+_GIVEN_UP = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})  # by us, after the last wait
 
 
 Known = Mapping[str, Topic | KafkaError]  # the topics of a batch, or why nothing can be sent there
@@ -188,7 +189,8 @@ class KafkaPublisher(Publisher):
                 batch.end(place, self._failure(claim, name, error, topics[name]))
 
     def _failure(self, claim: Claim, name: str, error: KafkaError, topic: Topic | KafkaError) -> Failure:
-        code, text = error.code(), f"topic {name}: {error.str()}"
+        code = error.code()
+        text = f"topic {name}: {'the brokers have not acknowledged it' if code in _GIVEN_UP else error.str()}"
         if code == KafkaError.MSG_SIZE_TOO_LARGE:
             return self._too_large(claim, name, topic)
         if code in _EVENT_ERRORS:

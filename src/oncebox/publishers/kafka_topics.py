@@ -81,7 +81,7 @@ class Topics:
     def client(self) -> AdminClient:
         with self._lock:
             if self._admin is None:
-                heard: dict[str, Any] = {**self._settings, "error_cb": partial(_note, self._trouble)}
+                heard: dict[str, Any] = {**self._settings, "error_cb": partial(note_trouble, self._trouble)}
                 self._admin = AdminClient(heard)
             return self._admin
 
@@ -117,7 +117,7 @@ class Topics:
         self._known.update({name: (until, topic) for name, topic in found.items() if isinstance(topic, Topic)})
 
 
-def _note(trouble: dict[int, str], error: KafkaError) -> None:
+def note_trouble(trouble: dict[int, str], error: KafkaError) -> None:
     """That all brokers are down says nothing: why each is says it."""
     if error.code() != KafkaError._ALL_BROKERS_DOWN:
         trouble[error.code()] = error.str()

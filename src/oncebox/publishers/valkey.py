@@ -39,7 +39,7 @@ _EVENT_ID = argument(b"event_id") + b"$36\r\n"
 _OF_A_STREAM = ("WRONGTYPE", "NOPERM", "ERR ACL failure")  # the other errors are the whole server's
 _WAITED = (b"SET", b"oncebox:dedup:wait", b"", b"EX", b"60")
 _BROKEN = (redis.RedisError, Silent, OSError)
-_REFUSED = (redis.AuthenticationError, redis.exceptions.NoPermissionError)
+REFUSED = (redis.AuthenticationError, redis.exceptions.NoPermissionError)
 
 
 class ValkeyPublisher(Publisher):
@@ -180,7 +180,7 @@ class ValkeyPublisher(Publisher):
         try:
             wire = self._pool.take(deadline)
             return f"{self._shown}: {_about(wire, deadline)}"
-        except _REFUSED as error:
+        except REFUSED as error:
             raise PublisherRefused(
                 f"{self._shown} refuses the login: {error}; correct the user or the password"
             ) from error

@@ -8,11 +8,12 @@ from datetime import datetime, timedelta
 
 from .. import clock, telemetry
 from ..errors import StoreUnavailable
-from ..event import Claim, Dead, Published, Released, Retry, Verdict
+from ..event import Claim, Dead, Event, Published, Released, Retry, Verdict
 from ..publishers.base import NOT_TRIED, Deadline, Outcome, Publisher
 from ..retry import Failure, Scope
 from ..stores.base import OutboxStore
 from .breaker import BROKER, Breaker
+from .call_size import CallSize
 from .calls import Calls
 from .destinations import Reporter, name_of
 from .heartbeat import Heartbeat
@@ -20,6 +21,7 @@ from .settings import RelaySettings
 
 log = logging.getLogger(__name__)
 
+DEAD_LOGGED_MAX = 10  # of one batch
 FINALIZE_PAUSE = 0.1  # seconds between tries to finalize, while the database is away and the lease holds
 
 AtStep = Callable[[str], None]
@@ -31,9 +33,15 @@ class Batch:
 
     claims: Sequence[Claim]
     claimed: float  # monotonic time when the claim's answer was in
-    published: list[Claim] = field(default_factory=list)
+    published: list[Claim] = field(default_factory=list)  # finalized as such, slice by slice
     refused: int = 0
+    settled: int = 0  # events of the slices whose finalize was answered
     abandoned: bool = False
+
+    @property
+    def left(self) -> int:
+        """How many events are not settled."""
+        return len(self.claims) - self.settled
 
     def acked_at(self) -> datetime:
         """Now by the database's clock, as far as this process can tell: what passed since it said `claimed_at`."""
@@ -43,12 +51,15 @@ class Batch:
 class Delivery:
     """Takes events under a lease, gets them to the broker, and writes down what became of each.
 
+    Steps 3 to 5 are for one slice of the claim at a time: as many events as one publish call should hold, see
+    `CallSize`. A fast destination takes the whole claim in one slice.
+
     A crash right after step
     1  leaves the claim to its lease: the reaper returns the events as suspects, nothing was sent
     2  likewise
-    3  likewise, and what the broker took is sent again: a duplicate, never a loss (LC-16)
+    3  likewise, and what the broker took of this slice is sent again: a duplicate, never a loss (LC-16)
     4  likewise
-    5  nothing: it is written
+    5  leaves the slices that follow to the lease: nothing of them was sent, and this slice is written
     """
 
     def __init__(
@@ -57,6 +68,7 @@ class Delivery:
         publisher: Publisher,
         heartbeat: Heartbeat,
         breaker: Breaker,
+        call_size: CallSize,
         *,
         worker: str,
         in_flight: int,
@@ -68,6 +80,7 @@ class Delivery:
         self._breaker = breaker
         self._worker = worker
         self._calls = Calls(publisher, in_flight)
+        self._call_size = call_size
         self._reporter = Reporter(store, breaker.troubles, worker)
         self._at = at
 
@@ -76,7 +89,10 @@ class Delivery:
         self._calls.close()
 
     def deliver(self, settings: RelaySettings, limit: int) -> Batch:
-        """Claim up to `limit` events and bring them to an end; none claimed: none was eligible."""
+        """Claim up to `limit` events and bring them to an end; none claimed: none was eligible.
+
+        `StoreUnavailable` if the store stopped answering before any of them was finalized.
+        """
         since = clock.monotonic()  # before the claim is sent: the lease surely holds so long from here
         claims = self._store.claim(  # 1. the events are ours, for a lease
             worker=self._worker,
@@ -94,19 +110,40 @@ class Delivery:
         self._heartbeat.hold(token, deadline, settings.timing.lease, since)  # 2. and stay ours while we work
         try:
             self._at("claimed")
-            outcomes = self._publish(claims, deadline)  # 3. the broker has said what it took
-            self._at("published")
-            verdicts = self._judged(claims, outcomes, settings)  # 4. what becomes of each
-        except Exception:  # noqa: BLE001 - a publisher that raises is broken, perhaps by one of these events
-            self._give_up(batch)
-            return batch
+            self._deliver(batch, deadline, settings)
+        except StoreUnavailable:
+            if not batch.published:
+                raise  # otherwise the caller needs the batch: receipts tell what its earlier slices published
         finally:
-            self._heartbeat.drop(token)  # before it is finalized: a token that is done with is no lost lease
-        self._settle(batch, verdicts, deadline)  # 5. written down, shown the token
-        self._at("finalized")
+            self._heartbeat.drop(token)
         self._report(batch, settings)  # what failed is PENDING again by now, and is counted among what waits
         telemetry.measure(telemetry.BATCH, clock.monotonic() - since, worker=self._worker)
         return batch
+
+    def _deliver(self, batch: Batch, deadline: Deadline, settings: RelaySettings) -> None:
+        """Steps 3 to 5, slice by slice, until all is settled or the lease is gone."""
+        held: set[str] = set()  # ordering keys of which an event was not acknowledged: none after it is sent (LC-18)
+        while batch.left and not batch.abandoned:
+            part = self._next_slice(batch, deadline)
+            try:
+                outcomes = self._publish(part, deadline, held)  # 3. the broker has said what it took
+                self._at("published")
+                verdicts = self._judged(part, outcomes, settings)  # 4. what becomes of each
+            except Exception:  # noqa: BLE001 - a publisher that raises is broken, perhaps by one of these events
+                self._give_up(batch)
+                return
+            if len(part) == batch.left:
+                self._heartbeat.drop(batch.claims[0].token)  # or it would take a token that is done with for lost
+            self._settle(batch, verdicts, deadline)  # 5. written down, shown the token
+            self._at("finalized")
+
+    def _next_slice(self, batch: Batch, deadline: Deadline) -> Sequence[Claim]:
+        """What one publish call should hold; all that is left, if nothing more may be sent: it goes back at once."""
+        if batch.refused:
+            deadline.stop()
+        if deadline.over or self._breaker.remaining(BROKER, clock.monotonic()):
+            return batch.claims[batch.settled :]
+        return batch.claims[batch.settled : batch.settled + self._call_size.events]
 
     def _report(self, batch: Batch, settings: RelaySettings) -> None:
         def acknowledged() -> set[str]:
@@ -117,32 +154,46 @@ class Delivery:
     def _give_up(self, batch: Batch) -> None:
         """As if this process had died: the events come back as suspects, at last alone, and are charged then."""
         batch.abandoned = True
-        telemetry.count(telemetry.ABANDONED, len(batch.claims), worker=self._worker)
+        telemetry.count(telemetry.ABANDONED, batch.left, worker=self._worker)
         log.exception(  # noqa: LOG004 - the caller is a handler
             "%s: the publisher raised, which it must not; its %d events go back, to be tried in smaller batches",
             self._worker,
-            len(batch.claims),
+            batch.left,
         )
         self._store.reap(worker=self._worker)
 
     # --- 3 -----------------------------------------------------------------------------------------------------------
 
-    def _publish(self, claims: Sequence[Claim], deadline: Deadline) -> list[Outcome]:
-        """Publish what may go; a destination that failed lately is tried with one event before the others follow."""
-        if not self._breaker.open:
-            return self._noted(claims, self._calls.publish(claims, deadline))
-        outcomes: dict[int, Outcome] = {}
-        for wave in (self._probes(claims), claims):
-            held = {claim.event.ordering_key for claim in claims if outcomes.get(claim.seq) is not None}
-            going = list(self._going([claim for claim in wave if claim.seq not in outcomes], held))
-            answers = self._noted(going, self._calls.publish(going, deadline))
-            outcomes |= {claim.seq: answer for claim, answer in zip(going, answers, strict=True)}
-        return [outcomes.get(claim.seq, NOT_TRIED) for claim in claims]
+    def _publish(self, claims: Sequence[Claim], deadline: Deadline, held: set[str]) -> list[Outcome]:
+        """Publish what may go; a destination that failed lately is tried with one event before the others follow.
 
-    def _probes(self, claims: Sequence[Claim]) -> list[Claim]:
+        Nothing of a key that is `held` is sent, and keys that must wait from now on are added.
+        """
+        if not self._breaker.open and not held:
+            outcomes = self._called(claims, deadline)
+            if any(outcomes):
+                held.update(_unacknowledged(claims, outcomes))
+            return outcomes
+        answered: dict[int, Outcome] = {}
+        for wave in (self._probes(claims, held), claims):
+            going = list(self._going([claim for claim in wave if claim.seq not in answered], held))
+            answers = self._called(going, deadline)
+            answered |= {claim.seq: answer for claim, answer in zip(going, answers, strict=True)}
+            held.update(_unacknowledged(going, answers))
+        return [answered.get(claim.seq, NOT_TRIED) for claim in claims]
+
+    def _called(self, claims: Sequence[Claim], deadline: Deadline) -> list[Outcome]:
+        """One publish call; what it says of the destinations and of its own size is noted."""
+        began = clock.monotonic()
+        outcomes = self._calls.publish(claims, deadline)
+        if acknowledged := outcomes.count(None):
+            self._call_size.note(acknowledged, clock.monotonic() - began)
+        return self._noted(claims, outcomes)
+
+    def _probes(self, claims: Sequence[Claim], held: set[str]) -> list[Claim]:
         """The first event for each destination that is not known to work, if nothing of its key comes before it."""
         probes: dict[str, Claim] = {}
-        keys: set[str | None] = set()
+        keys: set[str | None] = set(held)
         for claim in claims:
             destination = self._publisher.destination(claim.event)
             key = claim.event.ordering_key
@@ -152,7 +203,7 @@ class Delivery:
             keys.add(key)
         return list(probes.values())
 
-    def _going(self, claims: Iterable[Claim], held: set[str | None]) -> Iterator[Claim]:
+    def _going(self, claims: Iterable[Claim], held: set[str]) -> Iterator[Claim]:
         """Those whose destination may be tried; what stays behind keeps the later events of its key behind too."""
         now = clock.monotonic()
         for claim in claims:
@@ -160,10 +211,10 @@ class Delivery:
             destination = self._publisher.destination(claim.event)
             if key is not None and key in held:
                 continue
-            if self._breaker.remaining(destination, now) or self._breaker.remaining(BROKER, now):
-                held.add(key)
-            else:
+            if not (self._breaker.remaining(destination, now) or self._breaker.remaining(BROKER, now)):
                 yield claim
+            elif key is not None:
+                held.add(key)
 
     def _noted(self, claims: Sequence[Claim], outcomes: list[Outcome]) -> list[Outcome]:
         """Note how the destinations did, each once: a broker failure counts once per batch."""
@@ -238,20 +289,20 @@ class Delivery:
         except StoreUnavailable:
             self._abandon(batch)
             raise
-        batch.refused = len(refused)
-        batch.published = [
-            claim for claim, verdict in verdicts if type(verdict) is Published and claim.seq not in refused
-        ]
-        self._count(batch, verdicts, refused)
+        batch.settled += len(verdicts)
+        batch.refused += len(refused)
+        published = [claim for claim, verdict in verdicts if type(verdict) is Published and claim.seq not in refused]
+        batch.published += published
+        self._count(len(published), verdicts, refused)
 
     def _abandon(self, batch: Batch) -> None:
         batch.abandoned = True
-        telemetry.count(telemetry.ABANDONED, len(batch.claims), worker=self._worker)
+        telemetry.count(telemetry.ABANDONED, batch.left, worker=self._worker)
         log.error(
             "%s abandons %d events unfinalized: their lease is gone, and the reaper returns them; "
             "what the broker took of them will be sent again (LR-012)",
             self._worker,
-            len(batch.claims),
+            batch.left,
         )
 
     def _finalize(self, verdicts: list[tuple[Claim, Verdict]], deadline: Deadline) -> list[Claim]:
@@ -279,12 +330,20 @@ class Delivery:
         written = self._store.delivered(candidates)
         return [claim for claim in candidates if claim.seq not in written]
 
-    def _count(self, batch: Batch, verdicts: list[tuple[Claim, Verdict]], refused: set[int]) -> None:
-        telemetry.count(telemetry.PUBLISHED, len(batch.published), worker=self._worker)
-        if len(batch.published) < len(verdicts):
+    def _log_dead(self, dead: list[tuple[Event, Dead]]) -> None:
+        for event, verdict in dead[:DEAD_LOGGED_MAX]:
+            log.error("%s: event %s (%s) is DEAD: %s", self._worker, event.event_id, event.event_type, verdict.error)
+        if len(dead) > DEAD_LOGGED_MAX:
+            log.error("%s: %d more events of this batch are DEAD", self._worker, len(dead) - DEAD_LOGGED_MAX)
+
+    def _count(self, published: int, verdicts: list[tuple[Claim, Verdict]], refused: set[int]) -> None:
+        telemetry.count(telemetry.PUBLISHED, published, worker=self._worker)
+        if published < len(verdicts):
             kept = [verdict for claim, verdict in verdicts if claim.seq not in refused]
             telemetry.count(telemetry.RELEASED, sum(isinstance(one, Released) for one in kept), worker=self._worker)
-            telemetry.count(telemetry.DIED, sum(isinstance(one, Dead) for one in kept), worker=self._worker)
+            dead = [(claim.event, one) for claim, one in verdicts if isinstance(one, Dead) and claim.seq not in refused]
+            telemetry.count(telemetry.DIED, len(dead), worker=self._worker)
+            self._log_dead(dead)
         if refused:
             telemetry.count(telemetry.REFUSED, len(refused), worker=self._worker)
             log.error(
@@ -292,8 +351,15 @@ class Delivery:
                 "(LR-003); what the broker took of them will be sent again",
                 self._worker,
                 len(refused),
-                len(batch.claims),
+                len(verdicts),
             )
+
+
+def _unacknowledged(claims: Sequence[Claim], outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """The ordering keys of what the broker did not take."""
+    for claim, outcome in zip(claims, outcomes, strict=True):
+        if outcome is not None and claim.event.ordering_key is not None:
+            yield claim.event.ordering_key
 
 
 @dataclass(slots=True)

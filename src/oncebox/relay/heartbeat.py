@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
@@ -13,14 +14,15 @@ from .. import clock, logs, telemetry
 from ..config import Control
 from ..errors import OnceboxError
 from ..publishers.base import Deadline
-from ..stores.base import LEASE_RENEWALS, OutboxStore, Worker
-from .living import STOPPING, seconds_in, speaks_for
+from ..stores.base import LEASE_RENEWALS, OutboxStore
 
 log = logging.getLogger(__name__)
 
-REAPER_KIND = "reaper"
 LEASE_SHARE = 4  # a lease is renewed after this part of it at the latest (LR-011)
-REAPER_SILENCE_MAX = 3  # intervals of a reaper without a sign of life, then it counts as gone
+REST = 4  # looks; how old the orders of a worker may be that waits for events, and at most when it claims
+YOUNG = 0.9  # looks; younger orders need no other one
+REFRESH_MAX = 1.0  # seconds that a worker waits for its heartbeat to read the control rows
+REST_TOLD = 20  # looks; the same where the store announces changes of the control rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,12 @@ class Heartbeat:
         self._look = look.total_seconds()
         self._leases: dict[UUID, _Lease] = {}
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._ended = False
+        self._wake = threading.Event()
+        self._looked = threading.Condition()
+        self._asked = 0.0  # monotonic time; older orders do not do
+        self._rested = 0.0  # seconds that the thread may still sleep since the last rest
+        self._rest = 0.0  # seconds: how old the orders may be, while the worker waits for events
         self._thread = threading.Thread(target=self._run, name=f"heartbeat of {worker}", daemon=True)
         self._alive_at = clock.monotonic()
         self.orders = Orders()
@@ -80,7 +87,8 @@ class Heartbeat:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._ended.set()
+        self._ended = True
+        self._wake.set()
         self._thread.join(timeout=self._interval.total_seconds())
 
     def hold(self, token: UUID, deadline: Deadline, length: timedelta, since: float) -> None:
@@ -94,25 +102,52 @@ class Heartbeat:
         with self._lock:
             self._leases.pop(token, None)
 
+    @contextmanager
+    def resting(self, *, told: bool) -> Iterator[None]:
+        """While the worker waits for events, the control rows are read less often. `refresh` follows.
+
+        `told`: the wait ends when they change.
+        """
+        self._rest = min((REST_TOLD if told else REST) * self._look, self._interval.total_seconds())
+        try:
+            yield
+        finally:
+            self._rested, self._rest = self._rest, 0.0
+
+    def refresh(self, *, changed: bool) -> None:
+        """After a rest: have the control rows read, if they changed or have not been read for long.
+
+        By the thread, so that a store that hangs delays the worker by a second at most; then its orders are old, and it
+        claims nothing.
+        """
+        now = clock.monotonic()
+        if changed or now - self.orders.at >= REST * self._look:
+            with self._looked:
+                self._asked = now
+                self._wake.set()
+                self._looked.wait_for(lambda: self.orders.at >= now or not self.orders.heard, timeout=REFRESH_MAX)
+        elif self._rested > REST * self._look:
+            self._wake.set()
+
     def look(self) -> Orders:
         """Read the control rows now."""
         at = clock.monotonic()
-        control = self._store.control()
-        workers = self._store.workers()
-        relays = [worker for worker in workers if self._relay is not None and speaks_for(worker, self._relay)]
-        stopping = any(worker.details.get(STOPPING) for worker in relays)
-        orphaned = self._relay is not None and not relays
-        self.orders = Orders(control, stopping, orphaned, any(map(reaps, workers)), at=at)
-        if stopping:
+        found = self._store.control_snapshot(self._relay)
+        self.orders = Orders(found.control, found.stopping, not found.relay, found.reaper, at=at)
+        if found.stopping:
             with self._lock:
                 for lease in self._leases.values():
                     lease.deadline.stop()
         return self.orders
 
     def _run(self) -> None:
-        while not self._ended.wait(self._pause):
+        while True:
+            woken = self._wake.wait(self._pause)
+            self._wake.clear()
+            if self._ended:
+                return
             try:
-                self.beat()
+                self._turn(woken=woken)
             except Exception:
                 log.exception("%s: the heartbeat failed in a way that nobody expected", self._worker)
                 self._fail("the heartbeat failed")
@@ -121,7 +156,18 @@ class Heartbeat:
     def _pause(self) -> float:
         """Seconds until the next turn: an operator may have chosen a lease that is shorter than a few looks."""
         lease = self.orders.control.lease
-        return self._look if lease is None else min(self._look, lease.total_seconds() / LEASE_SHARE / 2)
+        pause = max(self._look, self._rest)
+        return pause if lease is None else min(pause, lease.total_seconds() / LEASE_SHARE / 2)
+
+    def _turn(self, *, woken: bool) -> None:
+        """A beat, unless the thread was woken only because the worker works again, and its orders are young."""
+        try:
+            age = clock.monotonic() - self.orders.at
+            if not woken or self.orders.at < self._asked or age >= YOUNG * self._look:
+                self.beat()
+        finally:
+            with self._looked:
+                self._looked.notify_all()
 
     def beat(self) -> None:
         """One turn: renew what is due, then look out for orders."""
@@ -175,11 +221,3 @@ class Heartbeat:
             lease.deadline.lose()
             telemetry.count(telemetry.HEARTBEAT_FAILED, worker=self._worker)
             log.error("%s lost a lease, and stops publishing under it: %s (LR-012)", self._worker, why)
-
-
-def reaps(worker: Worker) -> bool:
-    """Whether this is a reaper that has been heard of lately."""
-    if worker.kind != REAPER_KIND or worker.silent_for is None:
-        return False
-    interval = seconds_in(worker.details, "interval", timedelta(seconds=10))
-    return worker.silent_for < REAPER_SILENCE_MAX * interval + timedelta(seconds=1)

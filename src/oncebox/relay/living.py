@@ -1,18 +1,11 @@
 """Who is alive: how a worker signs on, and when another is known to be dead."""
 
-import math
 import os
 import socket
-from collections.abc import Mapping
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
-from ..stores.base import Worker
-
-RELAY_KIND = "relay"
-WORKER_KIND = "worker"
-STOPPING = "stopping"  # among the details of a relay's row: its workers are to finish what they hold, and end
+from ..stores.living import Worker
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _PIDS = Path("/proc/self/ns/pid")
@@ -53,23 +46,6 @@ def known_alive(worker: Worker) -> bool:
     """
     began = worker.details.get("born")
     return began is not None and worker.details.get("machine") == machine() is not None and born(worker.pid) == began
-
-
-def speaks_for(worker: Worker, relay: str) -> bool:
-    """Whether this is a row of the relay: its first one, or one under which it signed on again (`relay.2`, …)."""
-    return worker.kind == RELAY_KIND and first_id(worker) == relay
-
-
-def first_id(worker: Worker) -> str:
-    """The id of a relay's first row: `relay/1f.2` and `relay/1f` are one relay."""
-    name, slash, rest = worker.worker_id.rpartition("/")
-    return f"{name}{slash}{rest.partition('.')[0]}"
-
-
-def seconds_in(details: Mapping[str, object], name: str, default: timedelta) -> timedelta:
-    """A duration that a worker signed on with; the default for what another version may have written there."""
-    seconds = details.get(name)
-    return timedelta(seconds=seconds) if isinstance(seconds, int | float) and math.isfinite(seconds) else default
 
 
 @cache

@@ -41,5 +41,5 @@ def _backlog(stats: Callable[[], Stats]) -> str:
         return f"the backlog is not known: {error}"
     pending = found.states[State.PENDING]
     if found.oldest_pending is None:
-        return f"{pending:,} PENDING, none of them eligible" if pending else "nothing is PENDING"
-    return f"{pending:,} PENDING, the oldest eligible event is {lasting(found.oldest_pending)} old"
+        return f"{found.shown(State.PENDING)} PENDING, none of them eligible" if pending else "nothing is PENDING"
+    return f"{found.shown(State.PENDING)} PENDING, the oldest eligible event is {lasting(found.oldest_pending)} old"

@@ -1,6 +1,7 @@
 """Ends the leases of the dead, always (LR-020)."""
 
 import logging
+import math
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,14 +11,15 @@ from ..clock import uuid7
 from ..config import SILENCE_LEASES, Timing
 from ..errors import OnceboxError
 from ..stores.base import OutboxStore, Reaped, Worker
-from .heartbeat import REAPER_KIND
-from .living import known_alive, known_dead, seconds_in, this_process
+from ..stores.living import REAPER_KIND, seconds_in
+from ..stores.places import SILENCE_MIN, silence_of
+from .living import known_alive, known_dead, this_process
 
 log = logging.getLogger(__name__)
 
 REAP_LIMIT = 100  # claims in one statement
 LOOK = 1.0  # seconds between looks for workers whose process is gone
-SILENCE_MIN = timedelta(seconds=30)  # of a worker that did not say how long it may be silent
+LIST_EVERY = 3.0  # seconds between reads of all workers; in between, this machine says which of them are gone
 STALL = 2.0  # seconds beyond its pause; a turn that took longer was an outage of the reaper's own
 
 
@@ -43,6 +45,8 @@ class Reaper:
         self._interval = interval
         self._at_work_since: float | None = None  # without an outage of its own
         self._turn_ended: float | None = None
+        self._known: list[Worker] = []  # the others, when they were last read
+        self._list_at = -math.inf
         self.worker_id = f"{name}/{uuid7().hex[-12:]}"
 
     def run(self, stop: threading.Event) -> None:
@@ -51,10 +55,12 @@ class Reaper:
         due = 0.0
         while not stop.is_set():
             try:
-                workers = self._present()
-                logs.store_answers()
-                self._note_turn(pause)
-                self.bury(workers)
+                if clock.monotonic() >= self._list_at or any(map(known_dead, self._known)):
+                    self._list_at = -math.inf  # until it is done: after a failure all are read again
+                    self._known = self._living(pause)
+                    self._list_at = clock.monotonic() + min(LIST_EVERY, self._interval.total_seconds())
+                else:
+                    self._note_turn(pause)
                 if clock.monotonic() >= due:
                     self.sweep()
                     due = clock.monotonic() + self._interval.total_seconds()
@@ -69,6 +75,14 @@ class Reaper:
             self._store.sign_off(self.worker_id)
         except OnceboxError as error:
             log.warning("%s could not sign off, and will be found silent: %s", self.worker_id, error)
+
+    def _living(self, pause: float) -> list[Worker]:
+        """Read all workers, bury the dead, and return the others."""
+        workers = self._present()
+        logs.store_answers()
+        self._note_turn(pause)
+        self.bury(workers)
+        return [worker for worker in workers if not known_dead(worker)]
 
     def _present(self) -> list[Worker]:
         """All workers, this one among them: another reaper may have removed it during a long silence."""
@@ -116,8 +130,7 @@ class Reaper:
             return True
         if worker.silent_for is None or known_alive(worker) or not self._may_judge(worker):
             return False
-        lease = seconds_in(worker.details, "lease", timedelta(0))
-        return worker.silent_for > seconds_in(worker.details, "silence", max(SILENCE_MIN, SILENCE_LEASES * lease))
+        return worker.silent_for > silence_of(worker)
 
     def _may_judge(self, worker: Worker) -> bool:
         """Whether the worker has had time to report since this reaper's last outage."""

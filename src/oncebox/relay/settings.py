@@ -21,7 +21,7 @@ class RelaySettings:
     name: str = "relay"
     timing: Timing = field(default_factory=Timing)
     claim_max: int = 1_000  # events in one claim
-    claim_bytes_max: int = 64 * 1024 * 1024  # payloads in one claim, and so in memory
+    claim_bytes_max: int = 64 * 1024 * 1024  # payload, headers and metadata in one claim, and so in memory
     in_flight: int = 10  # publish calls at once, by one worker (LR-041)
     rate_max: float | None = None  # events a second, of all workers of this relay together
     policies: RetryPolicies = field(default_factory=RetryPolicies)

@@ -11,10 +11,12 @@ from ..clock import uuid7
 from ..errors import StoreUnavailable
 from ..publishers.base import Publisher
 from ..stores.base import OutboxStore, Query
+from ..stores.living import WORKER_KIND
 from .breaker import BROKER, Breaker
+from .call_size import CallSize
 from .delivery import AtStep, Batch, Delivery
 from .heartbeat import LEASE_SHARE, Heartbeat, Orders
-from .living import WORKER_KIND, this_process
+from .living import this_process
 from .rate import Rate
 from .settings import RelaySettings
 from .watchdog import Watchdog
@@ -33,6 +35,7 @@ class Parts:
     heartbeat_store: OutboxStore
     publisher: Publisher
     breaker: Breaker  # kept by whoever keeps the publisher, so that a pause outlives one worker
+    call_size: CallSize = field(default_factory=CallSize)  # likewise
     watchdog: Watchdog = field(default_factory=Watchdog)  # likewise
 
 
@@ -84,6 +87,7 @@ class RelayWorker:
             parts.publisher,
             self._heartbeat,
             parts.breaker,
+            parts.call_size,
             worker=worker_id,
             in_flight=settings.in_flight,
             at=at,
@@ -117,6 +121,11 @@ class RelayWorker:
             self._parts.store.sign_off(self.worker_id)
         except StoreUnavailable:
             log.warning("%s could not sign off; a reaper will find it silent, and remove it", self.worker_id)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it was told to stop."""
+        return self._heartbeat.orders.stopping
 
     def run(self, *, until: float, drain: bool = False, stopped: Callable[[], bool] = lambda: False) -> Iterator[Batch]:
         """Each batch once it is finalized, until the monotonic time `until`, or until told to stop.
@@ -157,17 +166,22 @@ class RelayWorker:
     def _eligible(self) -> bool:
         """Whether any event waits; if the store cannot say, there may be one."""
         try:
-            return bool(self._parts.store.find(Query(eligible=True), limit=1))
+            return bool(self._parts.store.find(Query(eligible=True), limit=1, payloads=False))
         except StoreUnavailable:
             return True
 
     def _wait(self, seconds: float) -> None:
-        """Until there may be something to claim, or for a look."""
+        """Until there may be something to claim; for one look only if the store does not announce control changes."""
+        store = self._parts.store
+        told = store.announces
+        changed = True
         try:
-            self._parts.store.wait(min(self._settings.look.total_seconds(), seconds))
+            with self._heartbeat.resting(told=told):
+                changed = store.wait(seconds if told else min(self._settings.look.total_seconds(), seconds))
         except StoreUnavailable as error:
             log.warning("%s: the store does not answer: %s", self.worker_id, error)
             clock.sleep(min(STORE_PAUSE, seconds))
+        self._heartbeat.refresh(changed=changed)
 
     def _obstacle(self, orders: Orders) -> "Obstacle | None":
         """Why nothing may be claimed now, if so."""
@@ -210,7 +224,8 @@ class RelayWorker:
         """How many events the next claim may take."""
         settings = self._settings.under(orders.control)
         share = settings.rate_max / self._siblings if settings.rate_max is not None else None
-        wanted = 1 if self._parts.breaker.half_open(BROKER) else settings.claim_max
+        most = min(settings.claim_max, self._parts.call_size.claim_max)
+        wanted = 1 if self._parts.breaker.half_open(BROKER) else most
         return self._rate.allowed(share, clock.monotonic(), wanted)
 
     def _deliver(self, orders: Orders) -> Batch | None:

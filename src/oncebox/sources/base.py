@@ -33,11 +33,13 @@ class Progress:
 
     Positions have holes, so `low` is that of a message, or None for nothing yet. A source that is no log and has
     one reader at a time sets `since`: only above it does the checkpoint prove anything (`SourcePartition.trusted`).
+    `last` is the highest in `done` as `SourcePartition.to_keep` returns it, if that proves anything.
     """
 
     low: Position | None = None
     done: frozenset[Position] = field(default_factory=frozenset)
     since: Position | None = None
+    last: Position | None = None
 
     def covers(self, position: Position) -> bool:
         """Whether the message at this position has had its effect."""
@@ -79,6 +81,13 @@ class SourcePartition(ABC):
     Until a `low` is known this is kept as it, as soon as the partition is opened: a start at the end of a log, or at
     the end of its retention, is found again by nothing else.
     """
+
+    lease: timedelta | None = None
+    """Of a source that lends its messages: how long one stays ours after `poll` or `hold`; three times that in all
+    (LR-051). `age` and `release` are its. None where there is no such bound."""
+
+    hold_interval: timedelta = timedelta(seconds=5)
+    """How often `hold` is called while messages are unfinished; well below the time after which others get them."""
 
     may_join: bool = False
     """Whether there is anything to be asked by `joins`."""
@@ -145,6 +154,14 @@ class SourcePartition(ABC):
     def hold(self, messages: Sequence[Message]) -> Collection[Position]:
         """These are still worked on: nobody else may get them meanwhile; return those that are lost already."""
 
+    def age(self, messages: Sequence[Message]) -> float:  # noqa: ARG002 - for those that lend
+        """Seconds since the oldest of these was handed out, if the source lends them; else 0."""
+        return 0.0
+
+    def release(self, messages: Sequence[Message]) -> None:
+        """Give these back: `poll` hands them out again, each under a new lease. Called only where `lease` is set."""
+        raise NotImplementedError
+
     @abstractmethod
     def close(self, unfinished: Sequence[Message] = ()) -> None:
         """Give the partition back; the unfinished may be handed out again at once. Safe to call twice."""
@@ -154,6 +171,8 @@ class Source(ABC):
     """A stream of events in a fixed number of partitions."""
 
     capabilities: ClassVar[SourceCapabilities]
+    lends: timedelta | None = None
+    """The `lease` of its partitions: known before one is opened, so that settings are checked against it."""
 
     @classmethod
     @abstractmethod

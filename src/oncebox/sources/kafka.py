@@ -22,9 +22,10 @@ from confluent_kafka import Message as Record
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from .. import clock
-from ..errors import PositionGone, SourceError, SourceUnavailable
+from ..errors import PositionGone, SourceError, SourceRefused, SourceUnavailable
 from ..event import NOTHING, Event
 from ..publishers.kafka_client import ClientLog, client_settings, own_settings, refusal
+from ..publishers.kafka_topics import note_trouble
 from ..publishers.message import (
     CONTENT_TYPE,
     EVENT_ID,
@@ -100,6 +101,7 @@ class KafkaSource(Source):
         self.consumer = consumer
         self._lock = threading.Lock()
         self._admin: AdminClient | None = None
+        self._trouble: dict[int, str] = {}  # what the client says of its connections
         try:
             self._client()  # it reads its settings now, and connects later
         except KafkaException as error:
@@ -134,17 +136,26 @@ class KafkaSource(Source):
         `SourceUnavailable` with the reason, when it does not pass, or when there is no answer.
         """
         ends = clock.monotonic() + MOVING_SECONDS
+        self._trouble.clear()
         while True:
             try:
                 return ask()
             except KafkaException as error:
+                self._check_login(error)
                 reason: KafkaError = error.args[0]
                 if not moving(reason) or clock.monotonic() >= ends:
                     raise self.unavailable(reason) from error
                 log.debug("%s: asked again: %s", self.shown, reason)
             except TimeoutError as error:
+                self._check_login(error)
                 raise SourceUnavailable(f"{self.shown}: no broker answered") from error
             clock.sleep(MOVING_PAUSE)
+
+    def _check_login(self, error: Exception) -> None:
+        """Raise `SourceRefused` if brokers refuse the login: a question that waits for them just runs out of time."""
+        self._client().poll(0)  # the client speaks of its connections only when it is asked
+        if (why := self._trouble.get(KafkaError._AUTHENTICATION)) is not None:
+            raise SourceRefused(f"{self.shown} refuses the login: {why}; correct the user or the password") from error
 
     def latest_epoch(self, place: TopicPartition) -> int | None:
         """That of the newest leader of a partition; none if the cluster does not say."""
@@ -156,7 +167,7 @@ class KafkaSource(Source):
     def unavailable(self, error: KafkaError) -> SourceUnavailable:
         """What the cluster says, and what helps."""
         advice = "; create it first" if error.code() in _NO_TOPIC else ""
-        if error.code() in {KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError._AUTHENTICATION}:
+        if error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
             advice = "; allow this user Read and Describe on it"
         return SourceUnavailable(f"{self.shown}: {error.str()}{advice}")
 
@@ -205,17 +216,24 @@ class KafkaSource(Source):
             part.close()
 
     def look_for(self, low: Position) -> Log:
-        """The same topic that `low` is of; `PositionGone` if it is not there any more."""
-        try:
-            found = self.look()
-        except SourceUnavailable as error:
-            cause = error.__cause__
-            if isinstance(cause, KafkaException) and cause.args[0].code() in _NO_TOPIC:
-                raise self.gone(f"the topic is gone, and offset {low[0] + 1:,} of it comes next") from error
-            raise
-        if found.mark != low[1]:
-            raise self.gone("this is another topic of the same name than the one of the checkpoint")
-        return found
+        """The same topic that `low` is of; `PositionGone` if it is not there any more.
+
+        A broker that has just started may not know the topic yet; so it is gone only when that answer lasts.
+        """
+        ends = clock.monotonic() + MOVING_SECONDS
+        while True:
+            try:
+                found = self.look()
+            except SourceUnavailable as error:
+                if not _is_unknown(error):
+                    raise
+                if clock.monotonic() >= ends:
+                    raise self.gone(f"the topic is gone, and offset {low[0] + 1:,} of it comes next") from error
+                clock.sleep(MOVING_PAUSE)
+                continue
+            if found.mark != low[1]:
+                raise self.gone("this is another topic of the same name than the one of the checkpoint")
+            return found
 
     def close(self) -> None:
         """Let the client go; its threads end by themselves."""
@@ -225,12 +243,19 @@ class KafkaSource(Source):
     def _client(self) -> AdminClient:
         with self._lock:
             if self._admin is None:
-                settings: dict[str, Any] = {**self._settings, "logger": ClientLog()}
+                heard = partial(note_trouble, self._trouble)
+                settings: dict[str, Any] = {**self._settings, "logger": ClientLog(), "error_cb": heard}
                 self._admin = AdminClient(settings)
             return self._admin
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.shown!r})"
+
+
+def _is_unknown(error: SourceUnavailable) -> bool:
+    """Whether the cluster has answered that it has no such topic."""
+    cause = error.__cause__
+    return isinstance(cause, KafkaException) and cause.args[0].code() in _NO_TOPIC
 
 
 class KafkaPartition(SourcePartition):
@@ -250,7 +275,8 @@ class KafkaPartition(SourcePartition):
         self._first_wait = ANSWER_SECONDS  # until the end was seen once, or the broker was silent for so long
         self._open = True
         self._last = -1 if progress.low is None else progress.low[0]  # the last record that was taken
-        self._epochs: deque[tuple[int, int]] = deque()  # from which record on which leader wrote
+        self._epochs: list[tuple[int, int]] = []  # from which record on which leader wrote
+        self._last_done = progress.last
         self._told = -1  # how far, at its latest, the broker is told that all is done
         self._due: TopicPartition | None = None  # what it is to be told next
         self._asked: TopicPartition | None = None  # what it was told, and has not answered
@@ -287,7 +313,7 @@ class KafkaPartition(SourcePartition):
     def behind(self, progress: Progress, known: Known) -> Behind | None:  # noqa: ARG002 - a log has one order
         """By the offset of the group, which is committed only after the state is."""
         found = self._committed()
-        if found is None or found.offset <= 0 or (last := self._last_done(found)) is None:
+        if found is None or found.offset <= 0 or (last := self._done_before(found)) is None:
             return None
         low = -1 if progress.low is None else progress.low[0]
         if last <= low or (progress.low is not None and not self._record_before(found.offset)):
@@ -302,7 +328,7 @@ class KafkaPartition(SourcePartition):
             replay=f"{group} makes the group forget, and the topic is read from its start",
         )
 
-    def _last_done(self, found: TopicPartition) -> int | None:
+    def _done_before(self, found: TopicPartition) -> int | None:
         """The last record that is done by what the group says; none if it says so of a former topic of this name."""
         said = (found.metadata or "").split("/")
         if said[0] != _SAID or len(said) != len(_END_MARK):
@@ -317,10 +343,10 @@ class KafkaPartition(SourcePartition):
 
     def to_keep(self, low: Position) -> Position:
         """With the epoch of the leader that wrote the record: by it the broker knows whether that one was cut off."""
-        epochs = self._epochs
-        while len(epochs) > 1 and epochs[1][0] <= low[0]:
-            epochs.popleft()
-        return (low[0], low[1], epochs[0][1]) if epochs and epochs[0][0] <= low[0] else low
+        if low[0] > self._last:  # of a former life: what wrote it is not known before it is read again
+            return low
+        epoch = next((epoch for first, epoch in reversed(self._epochs) if first <= low[0]), None)
+        return low if epoch is None else (low[0], low[1], epoch)
 
     def poll(self, limit: int, *, bytes_max: int, timeout: timedelta) -> list[Message]:
         """The next records; what was fetched beyond `bytes_max` waits here for the next call.
@@ -503,7 +529,17 @@ class KafkaPartition(SourcePartition):
             epoch = record.leader_epoch()
             if epoch is not None and epoch != known:
                 known = epoch
+                self._check_epoch(record.offset(), epoch)
                 self._epochs.append((record.offset(), epoch))
+
+    def _check_epoch(self, offset: int, epoch: int) -> None:
+        """Up to the last record that is done above the checkpoint, no leader wrote that came after that record's."""
+        last = self._last_done
+        if last is not None and offset <= last[0] and epoch > last[2]:
+            raise self._source.gone(
+                f"the log of partition {self._number} was cut off and has grown again: offset {offset:,} has the "
+                f"leader epoch {epoch}, and offset {last[0]:,}, which is done, had {last[2]}"
+            )
 
     def _reached(self, end: int) -> None:
         """What is between the last record and the end are markers of transactions: nobody waits for them."""
@@ -516,9 +552,17 @@ class KafkaPartition(SourcePartition):
         if error.code() in _GONE:
             return self._source.gone(f"offset {self._next:,} of partition {self._number} comes next: {error.str()}")
         if error.code() in _NO_TOPIC or error.code() == _UNKNOWN_TOPIC_ID:
-            return self._source.gone(f"the topic is gone: {error.str()}")
+            return self._without_topic()
         passes = error.code() in _PASSING or moving(error)
         return None if passes else self._source.unavailable(error)
+
+    def _without_topic(self) -> SourceError | None:
+        """A broker knows no such topic: what the cluster says to that; none if it is there, and the same."""
+        try:
+            self._source.look_for((self._next - 1, self._mark))
+        except SourceError as error:
+            return error
+        return None
 
     def _check(self) -> None:
         """Ask from time to time whether the cluster is there, and the topic still the same.

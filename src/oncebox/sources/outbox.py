@@ -6,21 +6,34 @@ claims nothing. The page docs/reference/sources.md has every option.
 """
 
 import logging
+import math
 import threading
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Self, cast
 from uuid import UUID
 
 from .. import clock
 from ..config import Budget
-from ..errors import InvalidSetting, LeaseLost, PositionGone, SourceUnavailable, StoreUnavailable, UnknownStore
-from ..event import Claim, Event, Published, Released, Verdict
+from ..errors import (
+    InvalidSetting,
+    LeaseLost,
+    PositionGone,
+    SourceRefused,
+    SourceUnavailable,
+    StoreRefused,
+    StoreUnavailable,
+    UnknownStore,
+)
+from ..event import Claim, Event, Published, Released, State, Verdict
 from ..publishers.message import PublisherUrl
 from ..registry import STORE_GROUP, registered
-from ..stores.base import Horizon, LogEnd, Order, OutboxStore, Receipt, hidden_password
+from ..stores.base import Order, OutboxStore, Receipt, hidden_password
 from .base import Behind, Known, Message, Position, Progress, Source, SourceCapabilities, SourcePartition
+from .log_reader import LogReader
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +41,9 @@ SCHEME = "outbox+"
 LEASE_DEFAULT = timedelta(seconds=60)
 LEASE_MIN, LEASE_MAX = timedelta(seconds=1), timedelta(hours=1)
 BUDGET = Budget(default=1_000_000_000)  # who gives an event up is the processor, by its own count (EO-07)
+HOLD_MAX = timedelta(seconds=5)
 MOVE_SECONDS = 5.0  # between two words to retention about what is read
+UNREAD_BYTES_MAX = 1024 * 1024
 PAGE, PAGES_MAX = 1_000, 100  # of what this processor has published, when it is compared with the state
 OPTIONS = ("lease", "partitions", "mode")
 
@@ -52,6 +67,7 @@ class OutboxSource(Source):
                 "parallel, let a relay publish to Kafka or Valkey, and read from there"
             )
         self.reads = mode == "read"
+        self.lends = None if self.reads else self.lease
         self.shown = hidden_password(url)
         self.consumer = consumer
         self._url = store_url
@@ -94,11 +110,19 @@ class OutboxSource(Source):
     def _partition(self, progress: Progress) -> SourcePartition:  # noqa: ARG002 - a claim knows no positions
         return OutboxPartition(self)
 
+    def unread(self, number: int, progress: Progress) -> bool:  # noqa: ARG002 - the store knows what is done
+        """Whether events are eligible, wait for a retry or are in others' hands; not what is delayed or blocked."""
+        with self.asking():
+            stats = self.store.stats()
+        return bool(stats.eligible or stats.held or stats.retrying or stats.states[State.CLAIMED])
+
     @contextmanager
     def asking(self) -> Iterator[None]:
         """Say in the words of a source that the store does not answer."""
         try:
             yield
+        except StoreRefused as error:
+            raise SourceRefused(f"{self.shown}: {error}") from error
         except StoreUnavailable as error:
             raise SourceUnavailable(f"{self.shown}: {error}") from error
 
@@ -124,8 +148,11 @@ class OutboxPartition(SourcePartition):
         self._source = source
         self._store = source.store
         self.may_join = self._store.capabilities.joins
+        self.lease = source.lease
+        self.hold_interval = min(HOLD_MAX, source.lease / 4)
         self._worker = f"processor/{source.consumer}"
         self._held: dict[int, Claim] = {}  # by seq: handed out and not acknowledged
+        self._claimed_at: dict[UUID, float] = {}  # by token
         self._lock = threading.Lock()  # around `_held`, for `hold` comes from another thread
         self._closed = False
         self._store.reap(worker=self._worker)
@@ -181,9 +208,27 @@ class OutboxPartition(SourcePartition):
         return [Message((claim.seq,), claim.event, claim.replays, claim) for claim in claims]
 
     def _claim(self, limit: int, bytes_max: int) -> list[Claim]:
-        return self._store.claim(
+        before = clock.monotonic()  # the lease began after it
+        claims = self._store.claim(
             worker=self._worker, limit=limit, lease=self._source.lease, budget=BUDGET, bytes_max=bytes_max
         )
+        if claims:
+            with self._lock:
+                unfinished = {claim.token for claim in self._held.values()}
+            self._claimed_at = {token: at for token, at in self._claimed_at.items() if token in unfinished}
+            self._claimed_at |= dict.fromkeys((claim.token for claim in claims), before)
+        return claims
+
+    def age(self, messages: Sequence[Message]) -> float:
+        """Since the oldest of their claims; a claim that was lost, and made anew, is older than all."""
+        now = clock.monotonic()
+        tokens = {message.receipt.token for message in messages}
+        return now - min((self._claimed_at.get(token, -math.inf) for token in tokens), default=now)
+
+    def release(self, messages: Sequence[Message]) -> None:
+        """Make them eligible; those whose leases were lost are so already."""
+        with self._source.asking():
+            self._finalize(messages, Released())
 
     def _look_after(self) -> None:
         """Hold what is unfinished, and free what somebody else's death has left: perhaps no reaper runs here."""
@@ -264,8 +309,8 @@ class OutboxPartition(SourcePartition):
 class OutboxLog(OutboxSource):
     """All events of an outbox in the order in which they were written, whatever becomes of them; it claims nothing.
 
-    A position is a `seq`, and which outbox it is of. It is registered as a reader under the processor's name, so
-    retention waits for it.
+    It is registered as a reader under the processor's name, so retention waits for it. What a position is, and how it
+    proves that the log is the same: `LogReader`.
     """
 
     capabilities = SourceCapabilities()
@@ -275,8 +320,26 @@ class OutboxLog(OutboxSource):
         """Not that of the outbox whose events are claimed: its positions are others."""
         return "outbox-log"
 
+    @property
+    def reader(self) -> str:
+        """The name that retention knows it by."""
+        return f"processor/{self.consumer}"
+
     def _partition(self, progress: Progress) -> SourcePartition:
         return OutboxLogPartition(self, progress)
+
+    def unread(self, number: int, progress: Progress) -> bool:  # noqa: ARG002 - there is one partition
+        """Whether the log has events that are not done; also some that cannot be read yet, as others may come first."""
+        with self.asking():
+            end = self.store.log_end()
+            after, base = (0, end.pruned) if progress.low is None else (progress.low[0], 0)
+            read = partial(self.store.read_log, until=end.last, limit=PAGE, bytes_max=UNREAD_BYTES_MAX, base=base)
+            while after < end.last:
+                page = read(after=after, reader=self.reader)
+                if any(not progress.covers((seq, end.mark)) for seq, _ in page):
+                    return True
+                after = page[-1][0] if page else end.last
+        return False
 
 
 class OutboxLogPartition(SourcePartition):
@@ -285,89 +348,61 @@ class OutboxLogPartition(SourcePartition):
     def __init__(self, source: OutboxLog, progress: Progress) -> None:
         self._source = source
         self._store = source.store
-        self._reader = f"processor/{source.consumer}"
-        self._horizon = Horizon()
-        self._held: dict[int, None] = {}  # handed out and not acknowledged, in their order
-        self._closed = False
-        if self._reader not in self._store.readers():  # before the look: what is there now is kept from here on
-            self._store.set_reader(self._reader, "")
-        end = self._look()
-        self._mark = end.mark
-        self._passed = end  # retention may remove what this look showed, once all of it is done
-        self._moved_at = clock.monotonic()
+        last_done = max((seq for seq, *_ in progress.done), default=0)
+        self._log = LogReader(self._store, source.reader, place=source.shown, low=progress.low, last_done=last_done)
         if progress.low is None:
-            self._after = end.pruned
-            self.origin = (self._after, self._mark)
-        else:
-            self._after = self._known(progress.low, end)
+            self.origin = self._log.origin
+        self._order: deque[int] = deque()  # handed out, the oldest first
+        self._held: set[int] = set()  # of these, what is not acknowledged
+        self._last_done = 0 if progress.low is None else progress.low[0]
+        self._moved_at = clock.monotonic()
+        self._closed = False
 
     def behind(self, progress: Progress, known: Known) -> Behind | None:  # noqa: ARG002 - a log has one order
         """By the reader's position, which is moved only after the state is. Retention waits for what is read again."""
         after = 0 if progress.low is None else progress.low[0]
-        if progress.low is not None and self._passed.pruned > after:
-            return None  # the first read says that it is gone
         with self._source.asking():
-            found = self._store.passed_by(self._reader, after=after)
+            if progress.low is not None and self._log.is_gone():
+                return None  # the first read says so
+            found = self._store.passed_by(self._source.reader, after=after)
             if found is not None and progress.low is not None:
-                self._store.set_reader(self._reader, "")
+                self._store.set_reader(self._source.reader, "")
         if found is None:
             return None
         return Behind(
             events=found.events,
-            remembered=(found.last, self._mark),
+            remembered=(found.last, self._log.mark),
             where=f"seq {after + 1:,} to {found.last:,}",
             reread=progress.low is not None,
-            replay=f"`oncebox readers --forget {self._reader}` has the log read from its oldest event",
+            replay=f"`oncebox readers --forget {self._source.reader}` has the log read from its oldest event",
         )
 
-    def _known(self, low: Position, end: LogEnd) -> int:
-        """The `seq` to read on from, if this is the outbox that it is of."""
-        seq, mark = low
-        if mark != end.mark or seq > end.last:
-            raise PositionGone(
-                f"{self._source.shown}: this is another outbox than the one of the checkpoint, or an older copy of it; "
-                "going on would skip events. Give the right URL, or start a processor under a new name"
-            )
-        return seq
+    def to_keep(self, low: Position) -> Position:
+        """With the identity of the event there."""
+        return self._log.to_keep(low)
 
     def poll(self, limit: int, *, bytes_max: int, timeout: timedelta) -> list[Message]:
         """What is whole by now; if there is nothing, wait for something."""
         with self._source.asking():
-            if self._after >= self._horizon.seq:
-                self._look()
-            if self._after >= self._horizon.seq and timeout > timedelta(0):
-                self._store.wait(timeout.total_seconds())
-                self._look()
-            return self._read(limit, bytes_max) if self._after < self._horizon.seq else []
-
-    def _look(self) -> LogEnd:
-        end = self._store.log_end()
-        self._horizon.saw(end)
-        return end
-
-    def _read(self, limit: int, bytes_max: int) -> list[Message]:
-        until = self._horizon.seq
-        found = self._store.read_log(after=self._after, until=until, limit=limit, bytes_max=bytes_max)
-        self._after = found[-1][0] if found else until
-        self._held |= dict.fromkeys(seq for seq, _ in found)
-        return [Message((seq, self._mark), event) for seq, event in found]
+            found = self._log.read(limit, bytes_max=bytes_max, timeout=timeout)
+        self._order.extend(seq for seq, _ in found)
+        self._held.update(seq for seq, _ in found)
+        return [Message((seq, self._log.mark), event) for seq, event in found]
 
     def ack(self, messages: Sequence[Message]) -> None:
         """Nothing to tell but the reader's position, and that seldom: what is done is known to the state."""
-        for message in messages:
-            self._held.pop(message.position[0], None)
+        self._held.difference_update(message.position[0] for message in messages)
+        while self._order and self._order[0] not in self._held:
+            self._last_done = self._order.popleft()
+        self._log.done(self._last_done)
         if clock.monotonic() - self._moved_at > MOVE_SECONDS:
             self._move()
 
     def _move(self) -> None:
         """Let retention have what is done. Best effort: what is lost of it is told the next time."""
         self._moved_at = clock.monotonic()
-        done = next(iter(self._held), self._after + 1) - 1
-        if done < self._passed.last:
-            return
         try:
-            self._store.set_reader(self._reader, self._passed.passed)
-            self._passed = self._look()
+            self._log.release(self._last_done, until=self._order[0] - 1 if self._order else self._log.after)
         except StoreUnavailable as error:
             log.warning("%s: retention is not told yet what is read: %s", self._source.shown, error)
 
@@ -376,10 +411,11 @@ class OutboxLogPartition(SourcePartition):
         return ()
 
     def close(self, unfinished: Sequence[Message] = ()) -> None:  # noqa: ARG002 - whoever opens it next reads them again
-        """Tell once more how far all is done."""
+        """Tell once more how far all is done; not on a log that is another one by now, which the next read says."""
         if not self._closed:
             self._closed = True
-            self._move()
+            with suppress(PositionGone):
+                self._move()
 
 
 def _all_covered(receipts: Sequence[Receipt], progress: Progress, known: Known) -> bool:

@@ -21,10 +21,10 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from .. import clock
-from ..errors import Fenced, PositionGone, SourceError, SourceUnavailable
+from ..errors import Fenced, PositionGone, SourceError, SourceRefused, SourceUnavailable
 from ..event import Event
 from ..publishers.message import PublisherUrl, time_from
-from ..publishers.valkey import PARTITIONS_MAX, event_from, partition_of, stream_of
+from ..publishers.valkey import PARTITIONS_MAX, REFUSED, event_from, partition_of, stream_of
 from ..publishers.valkey_wire import connection_settings
 from .base import Behind, Known, Message, Position, Progress, Source, SourceCapabilities, SourcePartition
 
@@ -37,6 +37,7 @@ IDLE_MAX_MS = 86_400_000
 COUNT_FIRST = 16  # entries of the first read, before anybody knows how large they are
 PENDING_PAGE = 100  # entries that are taken over at once; each may be large
 PAGE = 1_000  # ids of one command
+HOLD_MIN, HOLD_MAX = timedelta(milliseconds=100), timedelta(seconds=5)
 LOOK_BYTES = 1 << 20  # entries that the server goes through in one script, about
 _IDS = Path(__file__).with_name("valkey_ids.lua").read_text()
 _READ = _IDS + Path(__file__).with_name("valkey.lua").read_text()
@@ -162,6 +163,8 @@ class ValkeySource(Source):
         """Translate what the client raises."""
         try:
             yield
+        except REFUSED as error:
+            raise SourceRefused(f"{self.shown} refuses the login: {error}; correct the user or the password") from error
         except _BROKEN as error:
             raise SourceUnavailable(f"{self.shown}: {error}") from error
         except redis.RedisError as error:
@@ -190,6 +193,7 @@ class ValkeyPartition(SourcePartition):
         self._source = source
         self._fresh = not group.get("consumers")  # no consumer has read yet: the group begins where it was put
         self._given: Position | None = _position(group.get("last-delivered-id", _FIRST))  # the last that the group was
+        self.hold_interval = max(HOLD_MIN, min(HOLD_MAX, timedelta(milliseconds=source.idle_ms) / 4))
         self._stream, self._owner = stream, owner
         self._client = source.client
         self._read = self._client.register_script(_READ)
@@ -222,11 +226,11 @@ class ValkeyPartition(SourcePartition):
         if progress.since is None:
             nothing = progress.low is None and not progress.done
             return Progress(progress.low, progress.done, _ZERO if nothing else given)
-        if progress.low is not None and progress.low > given:  # set back; or the server has lost the end of the stream
+        if max([progress.low or _ZERO, *progress.done]) > given:  # set back; or the server has lost the stream's end
             with self._source.asking():
                 last = _position(self._client.xinfo_stream(self._stream)["last-generated-id"])
             done = frozenset(position for position in progress.done if position <= last)
-            return Progress(min(progress.low, last), done, progress.since)
+            return Progress(progress.low and min(progress.low, last), done, progress.since)
         return progress
 
     def behind(self, progress: Progress, known: Known) -> Behind | None:

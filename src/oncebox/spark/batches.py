@@ -28,6 +28,7 @@ from ..processor.app import Processor, load
 from ..processor.engine import Engine
 from ..processor.records import identity
 from ..processor.requests import ASKED
+from ..processor.watch import Watch
 from ..producer.payload import Encoder
 from ..sources.base import Message, Position, SourcePartition
 from ..states.base import PARTITIONS_MAX, Space, StatePartition, Write, check_name
@@ -316,6 +317,7 @@ class Desk:
         self._outbox = stack.enter_context(closing(open_store(job.emit))) if job.emit else None
         self._key = f"\0batch/{job.name}".encode()
         self._encode = Encoder().payload
+        self._watch = stack.enter_context(Watch())
 
     def run(self, number: int, batch_id: int, messages: Iterator[Message]) -> dict[str, int | str]:
         """All rows of one partition, to their end; how many of them there were."""
@@ -365,6 +367,7 @@ class Desk:
             outbox=self._outbox,
         )
         counts = dict.fromkeys(COUNTED, 0)
+        self._watch.add(engine)
         try:
             while True:
                 done = engine.step(wait=NOTHING_DONE)
@@ -375,4 +378,5 @@ class Desk:
                 if done.idle:
                     clock.sleep(min(PAUSE_MAX, max(PAUSE_MIN, engine.due_in or 0.0)))
         finally:
+            self._watch.remove(engine)
             engine.close()

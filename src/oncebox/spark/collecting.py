@@ -1,4 +1,4 @@
-"""How often Python looks for unreachable cycles while events go through by the million."""
+"""How often Python looks for unreachable cycles while events go through by the million, and at what."""
 
 import gc
 from collections.abc import Iterator
@@ -21,3 +21,18 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+_kept = False  # in this process
+
+
+def keep_loaded() -> None:
+    """From now on no look reads what is loaded by now: modules, connections. Once for each process.
+
+    Spark's Python processes look at everything after each task. With all that is loaded, one look takes 30 ms of a
+    core, just when the other tasks have to do the work of this one. What is new later is looked at as always.
+    """
+    global _kept
+    if not _kept:
+        gc.freeze()
+        _kept = True

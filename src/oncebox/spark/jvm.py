@@ -7,9 +7,12 @@ from signal import Signals
 
 from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError  # type: ignore[import-untyped]
 from pyspark import SparkContext
+from pyspark.errors import PySparkRuntimeError
 
 from ..errors import OnceboxError
 
+_CHECK = "the kernel's log (`dmesg`) for the OOM killer and this machine's free memory"
+_MEMORY = "spark.driver.memory sets how much the JVM may use"
 ENDING = 2.0  # seconds: a process that is killed closes its sockets before it has ended
 
 
@@ -29,9 +32,20 @@ def jvm_watched() -> Iterator[None]:
         if told is None:
             raise
         raise JvmGone(
-            f"Spark's JVM {told}. Check the kernel's log (`dmesg`) for the OOM killer and this machine's free memory; "
-            "spark.driver.memory sets how much the JVM may use. Then start again: nothing is lost, and events that "
-            "were claimed are eligible again once their leases are over"
+            f"Spark's JVM {told}. Check {_CHECK}; {_MEMORY}. Then start again: nothing is lost, and events that were "
+            "claimed are eligible again once their leases are over"
+        ) from error
+
+
+@contextmanager
+def jvm_launched() -> Iterator[None]:
+    """What PySpark raises when the JVM that it starts never answers becomes `JvmGone`."""
+    try:
+        yield
+    except (PySparkRuntimeError, Py4JNetworkError, ConnectionError, EOFError) as error:
+        raise JvmGone(
+            "Spark's JVM ended while it was starting. Its own words, if there are any, stand above; else check "
+            f"{_CHECK}; {_MEMORY}. Then start again"
         ) from error
 
 

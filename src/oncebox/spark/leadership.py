@@ -66,7 +66,7 @@ class Leadership:
             try:
                 if not self.lost and self._store is not None and self._leads(self._store) != self.me:
                     self._lost.set()
-            except OnceboxError as error:
+            except Exception as error:  # noqa: BLE001 - without this thread the run would not notice that another leads
                 log.warning("processor %s: the lease was not renewed: %s", self._processor, error)
 
     def end(self) -> None:

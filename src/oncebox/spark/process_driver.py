@@ -18,16 +18,28 @@ from pyspark.sql import SparkSession
 from pyspark.sql.functions import sum as total
 
 from .. import clock, logs
-from ..errors import InvalidSetting, StateInUse, StateUnavailable
-from ..outage import outlast
+from ..clock import uuid7
+from ..errors import (
+    InvalidSetting,
+    OnceboxError,
+    SourceRefused,
+    StateInUse,
+    StateRefused,
+    StateUnavailable,
+    StoreRefused,
+)
+from ..outage import LAST_MAX, at_the_end, outlast
 from ..processor.app import load
+from ..processor.opening import excuse
+from ..processor.pace import pace_of
 from ..processor.unhandled import merged
+from ..states.base import StateStore
 from ..stores.base import hidden_password
 from ..wiring import anchored, open_source, open_state, open_store
-from .driver import JOIN_MAX, LOOK, SHIFT_MAX, SHIFT_MIN
+from .driver import LOOK, SHIFT_MAX, SHIFT_MIN
 from .jvm import JvmGone, jvm_watched
 from .leadership import Leadership
-from .line import Line
+from .line import Line, Standstill
 from .processing import PASSING, Work, check_place, run_work
 from .reports import Report, observed, spark_schema
 from .session import is_local, master_of
@@ -38,6 +50,10 @@ log = logging.getLogger(__name__)
 
 SHIFT = timedelta(minutes=1)  # between two of them nobody works on a task's partitions
 SHIFT_APART = timedelta(seconds=10)  # where the tasks are elsewhere, and are told to stop between two shifts only
+STOP_SECONDS = 30.0  # until a handler that does not end is ended with its process
+EXCUSE_SECONDS = 10.0
+STALLED_TIMEOUTS = 2  # of the slowest handler, beyond the length of a shift: a query that takes longer stands still
+REFUSED = (SourceRefused, StateRefused, StoreRefused)  # an operator must correct the login
 RESTART_MAX = 10.0  # seconds until a query that failed is started again
 
 
@@ -92,7 +108,8 @@ class SparkProcessor:
         drain_wait: timedelta,
     ) -> None:
         self._spark = spark
-        self._master = master_of(spark)
+        with jvm_watched():
+            self._master = master_of(spark)
         here = is_local(self._master)
         shift = shift or (SHIFT if here else SHIFT_APART)
         if not SHIFT_MIN <= shift <= SHIFT_MAX:
@@ -119,8 +136,9 @@ class SparkProcessor:
         )
         self._line = Line(self, 0, RESTART_MAX)
         self._shifts_seen = 0
+        self._partitions = 0
         self.unhandled: dict[str, int] = {}  # events of types without a handler, by type, as finished shifts have told
-        self._progress_at = clock.monotonic()
+        self._progress_at = 0.0
         self.left: Mapping[str, int] | None = None  # of a drain, once it has ended: what is not done, by reason
 
     def __enter__(self) -> Self:
@@ -145,13 +163,15 @@ class SparkProcessor:
         """
         who = f"processor {self._app.name}"
         try:
-            partitions = outlast(self._check, errors=PASSING, who=who, ends=gives_up)
-            if not outlast(partial(self._leads, gives_up), errors=StateUnavailable, who=who, ends=gives_up):
+            partitions = outlast(self._check, errors=PASSING, never=REFUSED, who=who, ends=gives_up)
+            take_lead = partial(self._leads, gives_up)
+            if not outlast(take_lead, errors=StateUnavailable, never=REFUSED, who=who, ends=gives_up):
                 self.left = {"held": partitions}
                 return
             with jvm_watched():
                 self._format = own_format(self._spark)
                 self._line.start()
+            self._progress_at = clock.monotonic()
         except BaseException:
             self.stop()
             raise
@@ -161,7 +181,9 @@ class SparkProcessor:
         """Open everything once; the number of partitions."""
         work = self._work
         with closing(open_source(work.source, consumer=self._app.name)) as source:
-            partitions = source.partitions()
+            pace = pace_of(self._app, source.lends)
+            partitions = self._partitions = source.partitions()
+        self._standstill = Standstill(work.length.total_seconds(), STALLED_TIMEOUTS * pace.longest.total_seconds())
         check_place(work.state, self._master)
         if work.emit:
             open_store(work.emit).close()
@@ -193,6 +215,7 @@ class SparkProcessor:
             with jvm_watched():
                 while self.left is None and not stop.wait(LOOK):
                     self._line.supervise()
+                    self._standstill.look([self._line])
                     if self._leadership.lost:
                         self._stand_by(stop)
                     if self._work.drain:
@@ -210,41 +233,75 @@ class SparkProcessor:
         with suppress(StateInUse):  # told to stop
             take = partial(self._leadership.take, stop.is_set)
             outlast(take, errors=StateUnavailable, who=f"processor {self._app.name}", ends=stop.is_set)
+            self._line.moved_at = clock.monotonic()
             self._stop_file.unlink(missing_ok=True)
 
     def _drained(self) -> Mapping[str, int] | None:
-        """What is left, by reason, after a shift that did nothing; None while something may still move."""
-        line = self._line
+        """What is left, by reason, after a shift that did nothing; None while something may still move.
+
+        A query that fails again and again has no shift that ends, and nobody knows what is left.
+        """
+        line, patience = self._line, self._work.drain_wait.total_seconds()
         if line.shifts == self._shifts_seen:
-            return None
+            return {"failing": self._partitions} if line.failing_for > patience else None
         self._shifts_seen = line.shifts
-        if not line.found_nothing:
+        if not line.found_nothing or any(report.recovered or report.busy for report in line.reports):
             self._progress_at = clock.monotonic()
             return None
         left: Counter[str] = Counter()
         for report in line.reports:
             left.update(report.left)
-        waited = clock.monotonic() - self._progress_at >= self._work.drain_wait.total_seconds()
+        waited = clock.monotonic() - self._progress_at >= patience
         return +left if waited or not +left else None
 
     def stop(self) -> None:
         """Let the tasks finish their batches and give their partitions back; then end the query. Safe to repeat.
 
-        On one machine they see it at once; elsewhere when their shift is over.
+        On one machine they see it at once; elsewhere when their shift is over. A handler that still runs 30 s later is
+        ended with its process, and its event is not charged.
         """
         if not self._temporary.exists():
             return
         self._stop_file.touch()
-        ends = clock.monotonic() + 2 * self._work.length.total_seconds() + 30
+        seen_after = 0.0 if self._work.stop else 2 * self._work.length.total_seconds()
+        ends = clock.monotonic() + seen_after + STOP_SECONDS
         with suppress(JvmGone), jvm_watched():
-            while self._line.works and clock.monotonic() < ends:
+            while (works := self._line.works) and clock.monotonic() < ends:
                 clock.sleep(LOOK / 4)
             self._line.stop()
+            if works and not self._leadership.lost:
+                self._excuse()
         self._stop_renewing.set()
         if self._renewing is not None:
-            self._renewing.join(timeout=JOIN_MAX)
-        self._leadership.end()
+            self._renewing.join(timeout=LAST_MAX)
+        if not at_the_end(self._leadership.end):
+            log.warning(
+                "processor %s: the state store stands still; another run waits until the lease is over", self._app.name
+            )
         shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _excuse(self) -> None:
+        """Tasks had to be ended. No event is charged for that: only what ends its process by itself is."""
+        ends = clock.monotonic() + EXCUSE_SECONDS
+        try:
+            with closing(open_state(self._work.state)) as store:
+                for number in range(self._partitions):
+                    outlast(
+                        partial(self._excuse_partition, store, number),
+                        errors=(StateInUse, StateUnavailable),  # its process may still be ending
+                        who=f"partition {number} of processor {self._app.name}",
+                        ends=lambda: clock.monotonic() >= ends,
+                    )
+        except OnceboxError as error:
+            log.warning("%s: an event that ran alone may be charged for this stop: %s", self._app.name, error)
+
+    def _excuse_partition(self, store: StateStore, number: int) -> None:
+        owner = f"{self._app.name}/stop/{uuid7().hex[-12:]}"
+        with closing(store.own(self._app.name, number, self._partitions, owner=owner)) as state:
+            if excuse(state):
+                log.warning(
+                    "%s, partition %d: the stop ended a handler; its event is not charged", self._app.name, number
+                )
 
     def line_writer(self, number: int) -> Any:
         """The query: tickets, and what each task did with its own."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from pyspark import TaskContext
 
 from .. import clock, logs
 from ..clock import uuid7
@@ -28,12 +29,13 @@ from ..processor.app import load
 from ..processor.engine import AtStep, Engine, Round
 from ..processor.opening import open_engine
 from ..processor.unhandled import merged
+from ..processor.watch import Watch
 from ..producer.payload import Encoder
 from ..sources.base import Source
 from ..states.base import StateStore
 from ..stores.base import OutboxStore, hidden_password
 from ..wiring import open_source, open_state, open_store
-from .collecting import rare_collections
+from .collecting import keep_loaded, rare_collections
 from .reports import Failure, Report, TaskEnded
 from .session import is_local
 from .shifts import COUNTS, Ticket, counts
@@ -92,9 +94,15 @@ def run_work(work: Work, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Recor
                 except TaskEnded as ended:
                     work.end()  # the other tasks need not finish their shift
                     yield Report(failure=ended.failure).row(COUNTS)
+    keep_loaded()
 
 
 def _run(work: Work, ticket: Ticket) -> Iterator[pa.RecordBatch]:
+    """One shift of one task. Each partition has a turn in it, however long it took to open it.
+
+    Where handlers were at work when a former attempt at this ticket died, that death is written down and the shift
+    ends. The event that ends its process may do so again, and the other tasks have no shift before this one is over.
+    """
     until = clock.monotonic() + work.length.total_seconds()
     with ExitStack() as stack:
         try:
@@ -110,18 +118,29 @@ def _run(work: Work, ticket: Ticket) -> Iterator[pa.RecordBatch]:
             return
         moved_at = clock.monotonic()
         passed_by: dict[str, int] = {}
-        while clock.monotonic() < until and not work.stopped:
+        done = Round()
+        while not work.stopped and (clock.monotonic() < until or desk.unbegun):
             done = desk.turn()
             if done.finished:
                 yield counts(desk.owner, done.finished)
             if done.unhandled_types:
                 passed_by = merged([passed_by, done.unhandled_types])
+            if tried_before() and desk.recovered:
+                yield Report(unhandled=passed_by, recovered=desk.recovered).row(COUNTS)
+                return
             if not done.idle:
                 moved_at = clock.monotonic()
             elif work.drain and (not desk.waiting or clock.monotonic() - moved_at >= work.drain_wait.total_seconds()):
                 break
         if work.drain or passed_by:
-            yield Report(left=desk.left() if work.drain else {}, unhandled=passed_by).row(COUNTS)
+            left = desk.left() if work.drain else {}
+            yield Report(left=left, unhandled=passed_by, busy=not done.idle).row(COUNTS)
+
+
+def tried_before() -> bool:
+    """Whether this is not the first attempt of Spark at this task."""
+    context = TaskContext.get()
+    return context is not None and context.attemptNumber() > 0
 
 
 def _desk(work: Work, ticket: Ticket, stack: ExitStack) -> "Desk":
@@ -150,16 +169,26 @@ class Desk:
         self._partitions = self._source.partitions()
         self._mine = [number for number in range(self._partitions) if number % work.tasks == ticket.task]
         self._engines: dict[int, tuple[Engine, Any]] = {}
+        self.unbegun = set(self._mine)  # partitions that have had no turn since they were opened
         self._leader, self._drain = work.leader, work.drain
         self._later: dict[int, tuple[float, float]] = {}  # when a partition that met an error is opened, and its pause
         self._met: dict[int, tuple[OnceboxError, dict[str, int]]] = {}  # the error that it met, and what it had left
         self._encode = Encoder().payload
+        self._watch = stack.enter_context(Watch())
         stack.callback(self._give_back)
 
     @property
     def waiting(self) -> int:
-        """Events delivered and unfinished, or partitions that could not be had."""
-        return sum(engine.waiting for engine, _ in self._engines.values()) + len(self._mine) - len(self._engines)
+        """Events delivered and unfinished, or partitions that could not be had or have had no turn."""
+        unfinished = sum(engine.waiting for engine, _ in self._engines.values())
+        return (
+            unfinished + len(self._mine) - len(self._engines) + sum(number in self._engines for number in self.unbegun)
+        )
+
+    @property
+    def recovered(self) -> int:
+        """Partitions where handlers were at work when a former process died."""
+        return sum(engine.recovered for engine, _ in self._engines.values())
 
     def left(self) -> dict[str, int]:
         """What is not done, by reason: events, and partitions that others hold or that meet an error."""
@@ -176,12 +205,15 @@ class Desk:
     def _left_of(self, number: int) -> dict[str, int]:
         engine = self._engines[number][0]
         try:
-            with suppress(InvalidSetting):  # a source that cannot say: then its last answer, nothing, counts
-                return {**engine.left(), "unread": int(self._source.unread(number, engine.progress))}
+            if (left := engine.left())["retries"]:  # what was delivered and is not done would count as unread, too
+                return left
+            left["unread"] = int(self._source.unread(number, engine.progress))
+        except InvalidSetting:  # a source that cannot say: its last answer, nothing, counts
             return engine.left()
         except OnceboxError as error:
             log.warning("%s: what is left of partition %d is not known: %s", self.owner, number, error)
             return {"failing": 1}
+        return left
 
     def turn(self) -> Round:
         """One step of each partition."""
@@ -198,8 +230,13 @@ class Desk:
         try:
             if number not in self._engines:
                 self._check_leader()
+                if self._engine(number).wary:  # the others first
+                    self.unbegun.add(number)
+                    return Round()
+            self.unbegun.discard(number)
             done = self._engine(number).step(wait=WAIT)
         except OnceboxError as error:
+            self.unbegun.discard(number)
             self._note(number, error)
             self._drop(number)
             if not error.retryable:
@@ -235,22 +272,26 @@ class Desk:
                     owner=self.owner,
                     encode=self._encode,
                     outbox=self._outbox,
+                    run=self._leader,
                     at=self._at,
                 )
             except BaseException:
                 state.close()
                 raise
             self._engines[number] = engine, state
+            self._watch.add(engine)
         return self._engines[number][0]
 
     def _drop(self, number: int) -> None:
         """An engine that met an error knows no longer what is true; the next one asks the state store."""
         engine, state = self._engines.pop(number, (None, None))
+        if engine is not None:
+            self._watch.remove(engine)
         for part in (engine, state):
             if part is not None:
                 try:
                     part.close()
-                except OnceboxError as error:
+                except Exception as error:  # noqa: BLE001 - a part that cannot be closed must not keep the other open
                     log.warning("%s: %s", self.owner, error)
 
     def _give_back(self) -> None:

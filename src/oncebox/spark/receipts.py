@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 from .. import clock
 from ..errors import InvalidSetting
-from ..relay.living import RELAY_KIND, known_dead, seconds_in, speaks_for
+from ..relay.living import known_dead
 from ..relay.settings import RelaySettings
 from ..stores.base import Worker
+from ..stores.living import RELAY_KIND, seconds_in, speaks_for
 from ..url import hidden_password
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class Receipts:
         roots = [path, *(f"{path}/{RELAY}{name}" for name in names)]
         frames = [frame for root in roots for frame in self._frames(spark, root)]
         if not frames:
-            raise InvalidSetting(f"there are no receipts at {self.path}")
+            raise InvalidSetting(f"there are no receipts at {_shown(self.path)}")
         return reduce(lambda left, right: left.unionByName(right), frames)
 
     def _frames(self, spark: "SparkSession", root: str) -> Iterator["DataFrame"]:
@@ -169,8 +170,9 @@ class Place:
 
     def _in_use(self, holder: str) -> InvalidSetting:
         return InvalidSetting(
-            f"{self.root}: {holder} writes its receipts there, or to this checkpoint, and receipts would be lost: give "
-            "this relay another name (--name) and a checkpoint of its own, or another path, or stop the other one"
+            f"{_shown(self.root)}: {holder} writes its receipts there, or to this checkpoint, and receipts would be "
+            "lost: give this relay another name (--name) and a checkpoint of its own, or another path, or stop the "
+            "other one"
         )
 
     def _wait_alone(self, relay_id: str, workers: Callable[[], Sequence[Worker]]) -> None:
@@ -231,7 +233,9 @@ def _relays_below(spark: "SparkSession", path: str) -> list[str]:
     if local is not None:
         return sorted(folder.name.removeprefix(RELAY) for folder in local.glob(f"{RELAY}*"))
     if (pattern := _hadoop_path(spark, f"{path}/{RELAY}*")) is None:
-        raise InvalidSetting(f"{path} cannot be listed through Spark Connect; name the relays: read(spark, relays=[…])")
+        raise InvalidSetting(
+            f"{_shown(path)} cannot be listed through Spark Connect; name the relays: read(spark, relays=[…])"
+        )
     found = pattern.getFileSystem(spark._jsc.hadoopConfiguration()).globStatus(pattern) or ()
     return sorted(one.getPath().getName().removeprefix(RELAY) for one in found)
 

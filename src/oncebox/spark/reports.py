@@ -82,10 +82,17 @@ class Report:
     failure: Failure | None = None
     left: Mapping[str, int] = field(default_factory=dict)  # of a drain: how much is not done, by reason
     unhandled: Mapping[str, int] = field(default_factory=dict)  # events of types that have no handler
+    recovered: int = 0  # partitions where a death was written down
+    busy: bool = False  # the shift ended while there was something to do, if only duplicates to be skipped
 
     def row(self, schema: pa.Schema) -> pa.RecordBatch:
         """The report as a row of a task."""
-        parts: dict[str, Any] = {"left": dict(self.left), "unhandled": dict(self.unhandled)}
+        parts: dict[str, Any] = {
+            "left": dict(self.left),
+            "unhandled": dict(self.unhandled),
+            "recovered": self.recovered,
+            "busy": self.busy,
+        }
         if self.failure:
             parts["failure"] = [self.failure.kind, self.failure.message, self.failure.partition]
         return pa.RecordBatch.from_pylist([{COLUMN: json.dumps(parts)}], schema=schema)
@@ -95,7 +102,13 @@ class Report:
         """The opposite of `row`."""
         parts = json.loads(text)
         failure = Failure(*parts["failure"]) if "failure" in parts else None
-        return cls(failure=failure, left=parts["left"], unhandled=parts["unhandled"])
+        return cls(
+            failure=failure,
+            left=parts["left"],
+            unhandled=parts["unhandled"],
+            recovered=parts.get("recovered", 0),
+            busy=parts.get("busy", False),
+        )
 
 
 class Observed(NamedTuple):

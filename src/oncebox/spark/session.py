@@ -16,6 +16,7 @@ from pyspark.sql import SparkSession
 
 from .archive import archive_options
 from .java import find_java
+from .jvm import jvm_launched, jvm_watched
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def session(
     Connect, whose server has settings of its own. The JVM runs in a session of its own: a signal to this process's
     group does not reach it, and it ends when this process does. The caller's signal handlers stay as they are. With
     `archive_classes`, the JVM keeps the classes it has loaded when it ends, so that all later ones start faster. Raises
-    `JavaMissing` if there is no Java that fits.
+    `JavaMissing` if there is no Java that fits, and `JvmGone` if the JVM ends meanwhile.
     """
     running = SparkSession.getActiveSession()
     if running is not None:
@@ -68,7 +69,7 @@ def session(
     if master is not None and master.startswith("sc://"):
         return SparkSession.builder.remote(master).config(map=dict(conf or {})).getOrCreate()
     given = {**(conf or {}), **({} if master is None else {"spark.master": master})}
-    with _interrupt_handler_kept():
+    with _interrupt_handler_kept(), jvm_watched():
         ours = _ensure_gateway(given, archive_classes=archive_classes)
         context = SparkContext.getOrCreate(_configuration(given, app, ours=ours))
         if ours:
@@ -126,7 +127,7 @@ def _ensure_gateway(given: Mapping[str, str], *, archive_classes: bool) -> bool:
     conf = SparkConf(loadDefaults=False)
     conf.setAll(list(given.items()))  # what the JVM must know when it starts, like the driver's memory
     master = given.get("spark.master", MASTER_DEFAULT)
-    with _environment(_launch_environment(master, archive_classes=archive_classes)):
+    with _environment(_launch_environment(master, archive_classes=archive_classes)), jvm_launched():
         gateway = launch_gateway(conf, {"start_new_session": True})  # type: ignore[no-untyped-call]
     SparkContext._ensure_initialized(gateway=gateway)
     return True

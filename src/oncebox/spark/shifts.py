@@ -25,11 +25,12 @@ from ..relay.settings import RelaySettings
 from ..relay.worker import Parts, RelayWorker, new_worker_id
 from ..stores.base import Receipt
 from ..wiring import open_publisher, open_store
-from .collecting import rare_collections
+from .collecting import keep_loaded, rare_collections
 from .reports import COLUMN, Failure, Report, TaskEnded, reporting
 
 log = logging.getLogger(__name__)
 
+IDLE_LONGEST = timedelta(minutes=1)  # of a shift in which nothing is claimed, unless one length is longer
 ID_CHARACTERS = 36
 _DIGITS = [place for place in range(ID_CHARACTERS) if place not in {8, 13, 18, 23}]  # where no dash is
 
@@ -104,6 +105,7 @@ def run_shift(shift: Shift, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Re
                     yield from _work(shift, Ticket(**row))
                 except TaskEnded as ended:
                     yield Report(failure=ended.failure).row(RECEIPTS if shift.receipts else COUNTS)
+    keep_loaded()
 
 
 def _work(shift: Shift, ticket: Ticket) -> Iterator[pa.RecordBatch]:
@@ -133,10 +135,30 @@ def _work(shift: Shift, ticket: Ticket) -> Iterator[pa.RecordBatch]:
             worker = waits(partial(_entered, stack, shift, parts, place))
         except StoreUnavailable:
             return
-        for batch in worker.run(until=until, drain=shift.drain):
+        for batch in _delivered(shift, worker, until):
+            number = len(batch.published)
+            yield _receipts(batch, parts.publisher) if shift.receipts else counts(worker.worker_id, number)
+
+
+def idle_shifts(length: timedelta) -> int:
+    """How many lengths a shift may last while nothing is claimed."""
+    return max(1, IDLE_LONGEST // length)
+
+
+def _delivered(shift: Shift, worker: RelayWorker, until: float) -> Iterator[Batch]:
+    """What is published until the shift is over; one that is idle goes on, to the query's next place on the grid.
+
+    A new shift costs Spark more than a minute of waiting does. Once anything was claimed the shift ends in its time, so
+    receipts are never later than that.
+    """
+    claimed = False
+    for more in range(1 if shift.drain else idle_shifts(shift.length)):
+        for batch in worker.run(until=until + more * shift.length.total_seconds(), drain=shift.drain):
+            claimed = True
             if batch.published:
-                number = len(batch.published)
-                yield _receipts(batch, parts.publisher) if shift.receipts else counts(worker.worker_id, number)
+                yield batch
+        if claimed or worker.stopping:
+            return
 
 
 def _opened(shift: Shift, *, may_end: bool) -> Parts:

@@ -12,6 +12,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 
 from ..clock import uuid7
+from .collecting import keep_loaded
 
 FORMAT = "oncebox-tickets"
 TICKET_SCHEMA = "run string, ticket long, task int, again boolean"
@@ -52,6 +53,7 @@ class Tickets(DataSourceStreamReader):
     def read(self, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
         """The ticket itself."""
         yield partition.value
+        keep_loaded()
 
     def commit(self, end: dict[str, Any]) -> None:
         """Nothing to forget."""

@@ -8,7 +8,7 @@ What the bytes mean is the processor's business.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -16,7 +16,7 @@ from enum import StrEnum
 from functools import lru_cache
 from itertools import groupby, repeat
 from operator import itemgetter
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from ..errors import ChangeRefused, InvalidSetting, PartitionsChanged
 
@@ -74,12 +74,24 @@ class StateView(ABC):
 
     @abstractmethod
     def scan(
-        self, space: Space, prefix: bytes = b"", *, after: bytes | None = None, limit: int = 1_000
+        self,
+        space: Space,
+        prefix: bytes = b"",
+        *,
+        after: bytes | None = None,
+        limit: int = 1_000,
+        bytes_max: int | None = None,
     ) -> list[tuple[bytes, bytes]]:
-        """Up to `limit` entries whose keys begin so, in the order of their bytes, above `after` if it is given."""
+        """Up to `limit` entries whose keys begin so, in the order of their bytes, above `after` if it is given.
+
+        With `bytes_max`, their values stay within it together, unless the first alone is larger: only an empty page
+        then says that there are no more.
+        """
 
     @abstractmethod
-    def writes(self, space: Space, *, after: bytes | None = None, limit: int = 1_000) -> list[Write]:
+    def writes(
+        self, space: Space, *, after: bytes | None = None, limit: int = 1_000, bytes_max: int | None = None
+    ) -> list[Write]:
         """The same as `scan`, as the writes that would make these entries again, with when they expire."""
 
     def lifetimes(self, space: Space, keys: Collection[bytes]) -> dict[bytes, datetime | None]:
@@ -286,6 +298,22 @@ def none_there(processor: str, partition: int, place: str) -> InvalidSetting:
     return InvalidSetting(
         f"{place} has no state of {processor}, partition {partition}: run it first, or correct the name or the URL"
     )
+
+
+_Entry = TypeVar("_Entry", bound=tuple[Any, ...])
+
+
+def within(entries: Iterable[_Entry], bytes_max: int | None, *, beside: int = 0) -> Iterator[_Entry]:
+    """As many of these entries, of a key and a value, as `bytes_max` allows for the values, and always the first.
+
+    `beside`: bytes of each that are no part of the value.
+    """
+    left = float("inf") if bytes_max is None else bytes_max
+    for place, entry in enumerate(entries):
+        left -= len(entry[1]) - beside
+        if left < 0 and place:
+            return
+        yield entry
 
 
 def end_of(prefix: bytes) -> bytes | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from .. import clock
-from ..errors import Fenced, InvalidSetting, StateError, StateInUse, StateUnavailable
+from ..errors import Fenced, InvalidSetting, StateDamaged, StateError, StateInUse, StateUnavailable
 from ..url import hidden_password, parse_url
 from .base import check_leader, check_name, check_partition, check_partitions, none_there
 from .formats import Formats
@@ -80,8 +80,10 @@ class Folder:
             kind, number, partitions = found["kind"], int(found["format"]), int(found["partitions"])
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StateError(f"{note} can't be read: restore it from a backup ({error})") from error
+        except OSError as error:
+            raise StateError(f"{note} can't be read: let this user read it, on a working disk ({error})") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise StateDamaged(f"{note} is damaged: restore it from a backup ({error})") from error
         if kind != self.kind:
             raise InvalidSetting(f"{note.parent} holds {kind} state: use {kind}:///…, or another folder")
         self.formats.check_known(number, note.parent)

@@ -93,6 +93,7 @@ def _block(name: str, space: Space) -> str:
 
 _GET = {space: _block("get", space) for space in Space}
 _SCAN = {space: _block("scan", space) for space in Space}
+_SCAN_BYTES = {space: _block("scan_bytes", space) for space in Space}
 _LIFETIMES = {space: _block("lifetimes", space) for space in Space}
 
 
@@ -158,6 +159,9 @@ class _Server:
     def translated(self, error: psycopg.Error) -> OnceboxError:
         """An error of the driver in our words."""
         text = str(error).strip()
+        if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
+            words = error.diag.message_primary or text  # without the functions and lines that led to it
+            return StateUnavailable(f"{self.place} is read-only, as after a failover: {words}")
         if isinstance(error, _CONTENT) or error.sqlstate in {_FENCED, _UNSYNCED, _TOO_NEW, *_OUTLIVED}:
             return self._refused(error)
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
@@ -165,7 +169,7 @@ class _Server:
         if isinstance(error, psycopg.errors.UndefinedTable | psycopg.errors.UndefinedFunction):
             return StateError(f"{self.place}: {text}; open the store again, which makes its schema")
         if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
-            return StateUnavailable(f"{self.place} does not answer: {text}")
+            return StateUnavailable(f"{self.place} does not answer: {' '.join(text.split())}")
         return StateError(f"{self.place}: {text}")
 
     def _refused(self, error: psycopg.Error) -> OnceboxError:
@@ -225,15 +229,27 @@ class PostgreSQLView(StateView):
         return dict(self._run(_GET[space], {"id": self._id, "keys": _Array(list(keys))})) if keys else {}
 
     def scan(
-        self, space: Space, prefix: bytes = b"", *, after: bytes | None = None, limit: int = 1_000
+        self,
+        space: Space,
+        prefix: bytes = b"",
+        *,
+        after: bytes | None = None,
+        limit: int = 1_000,
+        bytes_max: int | None = None,
     ) -> list[tuple[bytes, bytes]]:
-        return [(key, value) for key, value, _ in self._rows(space, prefix, after, limit)]
+        return [(key, value) for key, value, _ in self._rows(space, prefix, after, limit, bytes_max)]
 
-    def writes(self, space: Space, *, after: bytes | None = None, limit: int = 1_000) -> list[Write]:
-        return [Write(space, *row) for row in self._rows(space, b"", after, limit)]
+    def writes(
+        self, space: Space, *, after: bytes | None = None, limit: int = 1_000, bytes_max: int | None = None
+    ) -> list[Write]:
+        return [Write(space, *row) for row in self._rows(space, b"", after, limit, bytes_max)]
 
-    def _rows(self, space: Space, prefix: bytes, after: bytes | None, limit: int) -> list[TupleRow]:
+    def _rows(
+        self, space: Space, prefix: bytes, after: bytes | None, limit: int, bytes_max: int | None
+    ) -> list[TupleRow]:
         asked = {"id": self._id, "first": prefix, "after": after, "end": end_of(prefix), "limit": limit}
+        if bytes_max is not None:
+            return self._run(_SCAN_BYTES[space], {**asked, "bytes": bytes_max})
         return self._run(_SCAN[space], asked)
 
     def close(self) -> None:
@@ -377,6 +393,9 @@ class PostgreSQLPartition(PostgreSQLView, StatePartition):
             raise self._lost()
         connection = self._connection()
         connection.cursor_factory, connection.row_factory = psycopg.Cursor, tuple_row
+        if _is_busy(connection):
+            self.rollback()
+            raise ended(self._server.place, "by a stream, a COPY or a pipeline that it has left open")
         if connection.closed or connection.info.transaction_status not in _IN_TRANSACTION:
             broken = connection.broken
             self.rollback()
@@ -393,6 +412,8 @@ class PostgreSQLPartition(PostgreSQLView, StatePartition):
         self._outlived = None
         if transaction is None:
             return
+        if self._own is not None and _is_busy(self._own):  # it would wait for ever for what a handler has left open
+            self._own.close()
         with suppress(OnceboxError), self._server.translating():  # a connection that is gone has rolled back
             transaction.__exit__(psycopg.Rollback, psycopg.Rollback(), None)
 
@@ -437,6 +458,18 @@ class PostgreSQLPartition(PostgreSQLView, StatePartition):
         except TransactionEnded as error:
             self._outlived = error
             raise
+
+
+def _is_busy(connection: Connection) -> bool:
+    """Whether what was begun on it is still under way: a stream keeps its lock, a COPY or a pipeline its protocol."""
+    if connection.closed:
+        return False
+    status, pipeline = connection.info.transaction_status, connection.pgconn.pipeline_status
+    return (
+        connection.lock.locked()
+        or status == psycopg.pq.TransactionStatus.ACTIVE
+        or pipeline != psycopg.pq.PipelineStatus.OFF
+    )
 
 
 class _Habit:

@@ -196,6 +196,16 @@ select key, value, expires_at from oncebox_state."{table}"
    and (%(end)b::bytea is null or key < %(end)b) and (expires_at is null or expires_at > clock_timestamp())
  order by key limit %(limit)b
 
+-- name: scan_bytes
+-- The same, up to so many bytes of values; their lengths are known without reading them.
+select key, value, expires_at from (
+    select *, sum(octet_length(value)) over (order by key) as size, row_number() over (order by key) as place from (
+        select key, value, expires_at from oncebox_state."{table}"
+         where partition_id = %(id)b and key >= %(first)b and (%(after)b::bytea is null or key > %(after)b)
+           and (%(end)b::bytea is null or key < %(end)b) and (expires_at is null or expires_at > clock_timestamp())
+         order by key limit %(limit)b) page) sized
+ where size <= %(bytes)b or place = 1 order by key
+
 -- name: knows_leaders
 select exists (select from pg_catalog.pg_tables where schemaname = 'oncebox_state' and tablename = 'leader')
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -30,7 +30,7 @@ from rocksdict import (
 )
 
 from .. import clock
-from ..errors import OnceboxError, StateError, StateInUse, StateUnavailable
+from ..errors import OnceboxError, StateDamaged, StateInUse, StateUnavailable
 from .base import (
     Action,
     Space,
@@ -44,6 +44,7 @@ from .base import (
     from_micros,
     grouped,
     micros,
+    within,
 )
 from .folder import LOCKS, Folder, fenced, sync_folder, translated, write_synced
 from .formats import FIRST, Formats
@@ -123,7 +124,7 @@ def _translated(path: Path, text: str) -> OnceboxError:
     if "LOCK" in text:
         return StateInUse(f"{path} is in use by another process: a local store has one owner; stop it first ({text})")
     if text.startswith("Corruption"):
-        return StateError(f"{path} is damaged: restore it from a backup ({text})")
+        return StateDamaged(f"{path} is damaged: restore it from a backup ({text})")
     if text.startswith("IO error"):
         return StateUnavailable(f"{path}: the disk can't be read or written, or is full ({text})")
     return StateUnavailable(f"{path}: {text}")
@@ -289,15 +290,14 @@ def _write(space: Space, key: bytes, stored: bytes) -> Write:
     return Write(space, key, stored[EXPIRY_BYTES:], _expiry(stored))
 
 
-def _scanned(family: Rdict, prefix: bytes, after: bytes | None, limit: int) -> list[tuple[bytes, bytes]]:
+def _scanned(
+    family: Rdict, prefix: bytes, after: bytes | None, limit: int, bytes_max: int | None
+) -> list[tuple[bytes, bytes]]:
     now = _now()
-    found: list[tuple[bytes, bytes]] = []
-    for key, stored in _entries(family, max(prefix, after or b"")):
-        if not key.startswith(prefix) or len(found) >= limit:
-            break
-        if key != after and not _expired(stored, now):
-            found.append((key, stored))
-    return found
+    entries = _entries(family, max(prefix, after or b""))
+    mine = takewhile(lambda entry: entry[0].startswith(prefix), entries)
+    there = ((key, stored) for key, stored in mine if key != after and not _expired(stored, now))
+    return list(within(islice(there, limit), bytes_max, beside=EXPIRY_BYTES))
 
 
 class _Requests:
@@ -379,22 +379,34 @@ class RocksDBView(StateView):
         return {key: value for key, value in merged.items() if value is not None}
 
     def scan(
-        self, space: Space, prefix: bytes = b"", *, after: bytes | None = None, limit: int = 1_000
+        self,
+        space: Space,
+        prefix: bytes = b"",
+        *,
+        after: bytes | None = None,
+        limit: int = 1_000,
+        bytes_max: int | None = None,
     ) -> list[tuple[bytes, bytes]]:
-        return [(write.key, write.value or b"") for write in self._writes(space, prefix, after, limit)]
+        return [(write.key, write.value or b"") for write in self._writes(space, prefix, after, limit, bytes_max)]
 
-    def writes(self, space: Space, *, after: bytes | None = None, limit: int = 1_000) -> list[Write]:
-        return self._writes(space, b"", after, limit)
+    def writes(
+        self, space: Space, *, after: bytes | None = None, limit: int = 1_000, bytes_max: int | None = None
+    ) -> list[Write]:
+        return self._writes(space, b"", after, limit, bytes_max)
 
-    def _writes(self, space: Space, prefix: bytes, after: bytes | None, limit: int) -> list[Write]:
+    def _writes(
+        self, space: Space, prefix: bytes, after: bytes | None, limit: int, bytes_max: int | None
+    ) -> list[Write]:
         """What the database holds, and over it what was asked and not folded in yet."""
+        if space is Space.REQUESTS:  # they are small, and a page that ends early would pass over what was asked
+            bytes_max = None
         asked = {
             key: write
             for key, write in self._asked(space).items()
             if key.startswith(prefix) and (after is None or key > after)
         }
         with self._family(space) as family:
-            found = _scanned(family, prefix, after, limit + len(asked))
+            found = _scanned(family, prefix, after, limit + len(asked), bytes_max)
         merged = {**{key: _write(space, key, stored) for key, stored in found}, **asked}
         return [merged[key] for key in sorted(merged) if merged[key].value is not None][:limit]
 
@@ -443,17 +455,26 @@ class RocksDBPartition(StatePartition):
             return _got(database.families[space], keys)
 
     def scan(
-        self, space: Space, prefix: bytes = b"", *, after: bytes | None = None, limit: int = 1_000
+        self,
+        space: Space,
+        prefix: bytes = b"",
+        *,
+        after: bytes | None = None,
+        limit: int = 1_000,
+        bytes_max: int | None = None,
     ) -> list[tuple[bytes, bytes]]:
         with self._session() as database:
             self._fold(space)
-            found = _scanned(database.families[space], prefix, after, limit)
+            found = _scanned(database.families[space], prefix, after, limit, bytes_max)
         return [(key, stored[EXPIRY_BYTES:]) for key, stored in found]
 
-    def writes(self, space: Space, *, after: bytes | None = None, limit: int = 1_000) -> list[Write]:
+    def writes(
+        self, space: Space, *, after: bytes | None = None, limit: int = 1_000, bytes_max: int | None = None
+    ) -> list[Write]:
         with self._session() as database:
             self._fold(space)
-            return [_write(space, *entry) for entry in _scanned(database.families[space], b"", after, limit)]
+            found = _scanned(database.families[space], b"", after, limit, bytes_max)
+            return [_write(space, *entry) for entry in found]
 
     def commit(self, writes: Sequence[Write], *, also: Sequence[Action] = ()) -> None:
         if also:

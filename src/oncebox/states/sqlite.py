@@ -16,7 +16,7 @@ from urllib.parse import quote
 from weakref import WeakSet
 
 from .. import clock
-from ..errors import ChangeRefused, InvalidSetting, OnceboxError, StateError, StateUnavailable
+from ..errors import ChangeRefused, InvalidSetting, OnceboxError, StateDamaged, StateError, StateUnavailable
 from .base import (
     Action,
     Space,
@@ -31,6 +31,7 @@ from .base import (
     from_micros,
     grouped,
     micros,
+    within,
 )
 from .folder import LOCKS, Folder, fenced
 from .formats import FIRST, Formats
@@ -49,11 +50,13 @@ _UNAVAILABLE: Mapping[int, str] = {
     sqlite3.SQLITE_LOCKED: "another process writes for too long; try again",
     sqlite3.SQLITE_CANTOPEN: "can't be opened; its folder must exist and be writable",
     sqlite3.SQLITE_FULL: "the disk is full; make room, and try again",
-    sqlite3.SQLITE_IOERR: "the disk can't be read or written; look into the system's log",
+    sqlite3.SQLITE_IOERR: "the disk fails or is full: make room, or look into the system's log",
 }
 _REFUSED: Mapping[int, str] = {
     sqlite3.SQLITE_READONLY: "may only be read; let this user write the file and its folder",
     sqlite3.SQLITE_PERM: "may not be opened; let this user write the file and its folder",
+}
+_DAMAGED: Mapping[int, str] = {
     sqlite3.SQLITE_NOTADB: "is no SQLite database; restore it from a backup, or move it away",
     sqlite3.SQLITE_CORRUPT: "is damaged; restore it from a backup",
 }
@@ -107,6 +110,20 @@ class _Connection(sqlite3.Connection):
         self.lent = False
         while self._cursors:
             self._cursors.pop().close()
+
+    @contextmanager
+    def rows_as_tuples(self) -> Iterator[None]:
+        """Whatever a handler has its own rows made of: it gets that back, as long as the connection is lent."""
+        theirs = self.row_factory, self.text_factory
+        if theirs == (None, str):
+            yield
+            return
+        self.row_factory, self.text_factory = None, str
+        try:
+            yield
+        finally:
+            if self.lent:
+                self.row_factory, self.text_factory = theirs
 
     def execute(self, statement: str, /, *values: Any) -> sqlite3.Cursor:
         if self.lent:
@@ -217,7 +234,8 @@ class _File:
         with self._lock, self.translated():
             if self._closed:
                 raise StateUnavailable(f"{self.path} has been closed; take the partition anew")
-            yield self.connection
+            with self.connection.rows_as_tuples():
+                yield self.connection
 
     @contextmanager
     def translated(self) -> Iterator[None]:
@@ -230,6 +248,8 @@ class _File:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
         if code in _CONTENT:
             return ChangeRefused(f"{self.path}: SQLite refuses what was to be written ({error})")
+        if code in _DAMAGED:
+            return StateDamaged(f"{self.path}: {_DAMAGED[code]} ({error})")
         kind = StateUnavailable if code in _UNAVAILABLE else StateError
         advice = _UNAVAILABLE.get(code) or _REFUSED.get(code, "SQLite failed")
         return kind(f"{self.path}: {advice} ({error})")
@@ -268,18 +288,26 @@ class SQLiteView(StateView):
         return found
 
     def scan(
-        self, space: Space, prefix: bytes = b"", *, after: bytes | None = None, limit: int = 1_000
+        self,
+        space: Space,
+        prefix: bytes = b"",
+        *,
+        after: bytes | None = None,
+        limit: int = 1_000,
+        bytes_max: int | None = None,
     ) -> list[tuple[bytes, bytes]]:
-        return [(key, value) for key, value, _ in self._rows(space, prefix, after, limit)]
+        return [(key, value) for key, value, _ in self._rows(space, prefix, after, limit, bytes_max)]
 
-    def writes(self, space: Space, *, after: bytes | None = None, limit: int = 1_000) -> list[Write]:
+    def writes(
+        self, space: Space, *, after: bytes | None = None, limit: int = 1_000, bytes_max: int | None = None
+    ) -> list[Write]:
         return [
             Write(space, key, value, None if expires_at is None else from_micros(expires_at))
-            for key, value, expires_at in self._rows(space, b"", after, limit)
+            for key, value, expires_at in self._rows(space, b"", after, limit, bytes_max)
         ]
 
     def _rows(
-        self, space: Space, prefix: bytes, after: bytes | None, limit: int
+        self, space: Space, prefix: bytes, after: bytes | None, limit: int, bytes_max: int | None
     ) -> list[tuple[bytes, bytes, int | None]]:
         above = after is not None and after >= prefix
         end = end_of(prefix)
@@ -290,7 +318,9 @@ class SQLiteView(StateView):
             values.append(end)
         statement += f" AND {_UNEXPIRED} ORDER BY key LIMIT ?"
         with self._file.session() as connection:
-            found = connection.execute(statement, [*values, micros(clock.now()), limit]).fetchall()
+            rows = connection.execute(statement, [*values, micros(clock.now()), limit])
+            found = list(within(rows, bytes_max))
+            rows.close()
             if self._looks:
                 self._file.check_format()
             return found

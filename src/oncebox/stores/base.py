@@ -8,7 +8,7 @@ decided by the database's clock. A store object may be used by several threads.
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any, ClassVar, Self
@@ -16,9 +16,11 @@ from uuid import UUID
 
 from .. import clock
 from ..config import Budget, Control
-from ..errors import PositionGone
+from ..errors import ContinuityLost, PositionGone
 from ..event import Claim, Event, NewEvent, Record, State, Verdict
 from ..url import hidden_password as hidden_password  # noqa: PLC0414 - every store's messages need it
+from .living import ControlSnapshot, snapshot_of
+from .living import Worker as Worker  # noqa: PLC0414 - a part of the contract
 
 LEASE_RENEWALS = 3  # a claim ends at this many leases, however often it is renewed (LR-051)
 ERROR_MAX = 8_000  # characters of `last_error` that are kept
@@ -94,6 +96,10 @@ class Stats:
     Every PENDING event is counted in exactly one of `eligible`, `held`, `retrying`, `delayed` and `blocked`, so these
     five add up to `states[State.PENDING]`. Where several reasons hold an event back, the one that lasts longest counts:
     blocked, then delayed, then retrying, then held.
+
+    A state of up to a million events is counted exactly. Above that its count may be an estimate, of more than a
+    million: `estimated` says which are. An estimate of PENDING makes all that is said of PENDING events one, also the
+    age of the oldest; one of DEAD does so for `blocked_keys`.
     """
 
     states: Mapping[State, int]
@@ -109,6 +115,14 @@ class Stats:
     expired_claims: int
     workers: int
     paused: bool
+    estimated: frozenset[State] = frozenset()
+
+    def shown(self, state: State, number: int | None = None) -> str:
+        """How many events of a state there are, or a part of them, for people: `1,204`, or `~12,300,000`."""
+        number = self.states[state] if number is None else number
+        if state not in self.estimated:
+            return f"{number:,}"
+        return f"~{round(number, min(0, 3 - len(str(number)))):,}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,20 +164,7 @@ class AuditEntry:
     why: str | None
     what: Mapping[str, Any]
     affected: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Worker:
-    """A process that gives signs of life; `worker_id` is unique among the living and the dead (LR-032)."""
-
-    worker_id: str
-    kind: str  # "relay", "reaper", …
-    host: str
-    pid: int
-    started_at: datetime | None = None
-    seen_at: datetime | None = None
-    silent_for: timedelta | None = None  # by the database's clock
-    details: Mapping[str, Any] = field(default_factory=dict)
+    login: str | None = None  # as whom the server knows the operator; None where there are no logins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +190,14 @@ class Writable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Announcing:
+    """Whether a commit tells the relays that wait."""
+
+    on: bool
+    says: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogEnd:
     """Where the log of events ends at this moment, for whoever only reads it."""
 
@@ -197,6 +206,20 @@ class LogEnd:
     pruned: int  # the largest `seq` that retention has removed
     writers: frozenset[str]  # transactions under way that may yet commit a `seq` below `last`
     passed: str  # what `set_reader` takes from a reader that is done with all up to `last`
+    server: str = ""  # changes when the server starts anew, or is another one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogIdentity:
+    """Which copy of a log this is, as far as a store can say. For messages: that it is the same, its events prove."""
+
+    system: int = 0  # the cluster's system identifier; 0: not known
+    epoch: int = 1  # raised by an operator after a restore
+    timeline: int = 0  # a promotion begins a new one; 0: there are none
+
+    def __str__(self) -> str:
+        known = {"system identifier": self.system, "epoch": self.epoch, "timeline": self.timeline}
+        return ", ".join(f"{name} {value}" for name, value in known.items() if value) or "not known"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,9 +241,16 @@ class Horizon:
         self.seq = 0
         self._next = 0  # is whole when these have ended
         self._writers: frozenset[str] = frozenset()
+        self._server: str | None = None
 
     def saw(self, end: LogEnd) -> None:
-        """Note one look, newer than the one before."""
+        """Note one look, newer than the one before.
+
+        A prepared transaction survives a restart, under another name. So who is under way then counts as new.
+        """
+        if self._server not in (None, end.server):
+            self._next, self._writers = end.last, end.writers
+        self._server = end.server
         self._writers &= end.writers
         if not self._writers:
             self.seq = max(self.seq, self._next)
@@ -294,7 +324,8 @@ class OutboxStore(ABC):
 
         Sets `attempts` + 1, `claimed_by` = `worker`, `claimed_at`, `locked_until`, `lock_token` (new for every claim,
         one for all events of a call), all in one durable step. No event is handed to two callers at once (SC-05).
-        Eligible: SC-04. With `bytes_max`, the payloads taken together stay within it, unless the first alone is larger.
+        Eligible: SC-04. With `bytes_max`, what the events carry (payload, headers and metadata) stays within it
+        together, unless the first alone is larger; neither the store nor this process reads much more than that.
 
         Events with an ordering key come oldest first within their key, and a key is in one hand at a time (SC-11):
         nobody gets an event of a key while an earlier one is claimed, waits for its retry, or is DEAD under the policy
@@ -364,17 +395,42 @@ class OutboxStore(ABC):
     def count_published_by(self, worker: str, *, after: int) -> Extent | None:
         """All that `published_by` could find, however many: for what follows a loss, not for every day."""
 
-    def wait(self, seconds: float) -> None:
-        """Return once an event may have become eligible, or after so many seconds; perhaps earlier, for no reason."""
+    def wait(self, seconds: float) -> bool:
+        """Return once an event may have become eligible, or after so many seconds; perhaps earlier, for no reason.
+
+        True: control rows may have changed. It is cheap for a store that is idle: between its own looks it may pause
+        for 250 ms or, where it is told of what is new, until the next event is due.
+        """
         clock.sleep(min(seconds, WAIT_MAX))
+        return False
+
+    @property
+    def announces(self) -> bool:
+        """Whether the next `wait` also ends when an operator acts or a relay shuts down. It may change at any time."""
+        return False
+
+    def announcing(self) -> "Announcing | None":
+        """Whether idle relays are told of new events, and why not; none for a store that has no use for it."""
+        return None
 
     # --- operations: each runs under an audit entry, in the transaction of the change ------------------------------
 
     @abstractmethod
     def find(
-        self, query: Query | None = None, *, limit: int = 100, order: Order = Order.OLDEST, after: int | None = None
+        self,
+        query: Query | None = None,
+        *,
+        limit: int = 100,
+        order: Order = Order.OLDEST,
+        after: int | None = None,
+        payloads: bool = True,
+        bytes_max: int | None = None,
     ) -> list[Record]:
-        """Up to `limit` events that fit, by `seq` in the order asked for; `after`: the last `seq` of a former page."""
+        """Up to `limit` events that fit, by `seq` in the order asked for; `after`: the last `seq` of a former page.
+
+        Without `payloads`, what the events carry is not read: payload, headers and metadata are empty. With `bytes_max`
+        it stays within that together, unless the first alone is larger: only an empty page then says that no more fit.
+        """
 
     @abstractmethod
     def count(self, query: Query, *, after: int = 0) -> int:
@@ -386,7 +442,10 @@ class OutboxStore(ABC):
 
     @abstractmethod
     def stats(self) -> Stats:
-        """Counts of each state, and what an operator looks at first."""
+        """Counts of each state, and what an operator looks at first; large counts are estimates (`Stats.estimated`).
+
+        So a look costs no more, however many events there are.
+        """
 
     @abstractmethod
     def begin_audit(self, *, who: str, action: str, why: str | None, what: Mapping[str, Any], affected: int = 0) -> int:
@@ -425,12 +484,20 @@ class OutboxStore(ABC):
 
     @abstractmethod
     def prune(
-        self, *, published_after: timedelta | None, dead_after: timedelta | None, limit: int, audit_id: int
+        self,
+        *,
+        published_after: timedelta | None,
+        dead_after: timedelta | None,
+        limit: int,
+        audit_id: int,
+        after: int = 0,
+        look_max: int | None = None,
     ) -> Step:
-        """Delete up to `limit` events that have been PUBLISHED or DEAD for longer than this.
+        """Delete up to `limit` events with `seq` above `after` that have been PUBLISHED or DEAD for longer than this.
 
-        Never one that is not terminal (LC-20), never one that a registered reader has not passed, and never a DEAD one
-        that blocks its key.
+        Never one that is not terminal (LC-20), never one that a registered reader has not passed or keeps as the last
+        that it read, and never a DEAD one that blocks its key. At most `look_max` events are looked at, so a step
+        costs the same whatever lies below `after` or is too young; `done` says that nothing is left above `last_seq`.
         """
 
     @abstractmethod
@@ -457,7 +524,13 @@ class OutboxStore(ABC):
 
     @abstractmethod
     def sign_on(self, worker: Worker) -> None:
-        """Enter a worker among the living; a `worker_id` that is alive already is `InvalidSetting` (LR-032)."""
+        """Enter a worker among the living; a `worker_id` that is alive already is `InvalidSetting` (LR-032).
+
+        A relay takes the `places` that its details name, in the same step (LR-041): if with them living relays had more
+        than `Control.workers_max`, it is `NoPlace`, and nothing is entered. Of relays that sign on at once, no two get
+        the same places. One that is silent for longer than it may be does not count: if its places are needed, its rows
+        go. `stores.places` has the rules.
+        """
 
     @abstractmethod
     def sign_off(self, worker_id: str) -> None:
@@ -466,6 +539,14 @@ class OutboxStore(ABC):
     @abstractmethod
     def workers(self) -> list[Worker]:
         """All workers that signed on and not off, the longest silent first."""
+
+    def control_snapshot(self, relay: str | None) -> ControlSnapshot:
+        """What `control` and `workers` say to a worker of this relay, of one moment, as `snapshot_of` defines it.
+
+        Every worker asks several times a second while it is busy. So a store answers by one statement whose cost does
+        not grow with the workers that signed on; this one is for stores that have none.
+        """
+        return snapshot_of(self.control(), self.workers(), relay)
 
     @abstractmethod
     def report_failing(
@@ -495,16 +576,26 @@ class OutboxStore(ABC):
         """The reports that have not expired, the longest failing first."""
 
     @abstractmethod
-    def set_reader(self, name: str, position: str | None = None) -> str:
+    def register_reader(self, name: str, *, last_read: int | None) -> None:
+        """Have `prune` keep what follows `last_read`, and that event, for a reader that begins; None: it is new.
+
+        What is there now is there for a new reader, and what was pruned before is no gap for it. One that is
+        registered already keeps its position.
+        """
+
+    @abstractmethod
+    def set_reader(self, name: str, position: str | None = None, *, kept: int | None = None) -> str:
         """Register a reader of the event log, or move it; return its position. None: all that is committed now.
 
-        `prune` keeps whatever a reader has not passed. A position is opaque text that the store gave out; the empty
-        text is that of a reader that has passed nothing.
+        `prune` keeps whatever a reader has not passed, and the event whose `seq` is `kept` with all that follow it: the
+        last that the reader has read, by which it proves that the log is the same. A position is opaque text that the
+        store gave out; the empty text is that of a reader that has passed nothing. A reader moves forward, or to that:
+        anything else raises `ForbiddenWrite`. In a database with roles, only the role that registered it moves it.
         """
 
     @abstractmethod
     def forget_reader(self, name: str) -> bool:
-        """Strike a reader off, so that `prune` waits for it no longer."""
+        """Remove a reader, so that `prune` waits for it no longer. In a database with roles, only an operator may."""
 
     @abstractmethod
     def readers(self) -> Mapping[str, str]:
@@ -541,13 +632,39 @@ class OutboxStore(ABC):
     def log_end(self) -> LogEnd:
         """Where the log ends now; a `Horizon` makes of several looks what may be read."""
 
+    def log_identity(self) -> LogIdentity:
+        """Which copy of the log this is, for messages."""
+        return LogIdentity()
+
     @abstractmethod
-    def read_log(self, *, after: int, until: int, limit: int, bytes_max: int) -> list[tuple[int, Event]]:
+    def raise_epoch(self, *, audit_id: int) -> int:
+        """Begin a new epoch, after a restore; return its number.
+
+        Readers' positions of older epochs mean nothing from now on: `prune` keeps all until a reader is moved or
+        registered again.
+        """
+
+    @abstractmethod
+    def read_log(
+        self,
+        *,
+        after: int,
+        until: int,
+        limit: int,
+        bytes_max: int,
+        reader: str | None = None,
+        base: int = 0,
+        proof: tuple[int, UUID] | None = None,
+    ) -> list[tuple[int, Event]]:
         """Up to `limit` events with `after` < `seq` <= `until`, oldest first, whatever their state; nothing is claimed.
 
         With `until` within a `Horizon` the same question has the same answer, for ever or until retention removes an
-        event: then it is `PositionGone`, also when others above `after` are still there. Payloads stay together within
-        `bytes_max`, unless the first alone is larger. An event is there once, however often it is replayed.
+        event: then it is `PositionGone`, also when others above `after` are still there. What the events carry stays
+        within `bytes_max`, as for `claim`. An event is there once, however often it is replayed.
+
+        What was pruned up to `base`, or before the `reader` was registered, is no gap. `proof` is the `seq` and the id
+        of the last event read: if another event has that `seq`, or none though none was pruned there, it is
+        `ContinuityLost`, in the same look that finds the events.
         """
 
     @abstractmethod
@@ -561,6 +678,22 @@ def pruned(place: str, after: int, until: int) -> PositionGone:
         f"{place}: events above {after:,} were pruned, up to {until:,}; going on would skip them. Restore them, or "
         "accept the loss: start under a new name, which reads what is still there"
     )
+
+
+def check_log(
+    place: str, *, after: int, gap: int | None, pruned_until: int, proof: tuple[int, UUID] | None, found: UUID | None
+) -> None:
+    """Raise when a log does not go on where a reader is: `found` is the event at the `seq` of its proof."""
+    if proof is not None and found != proof[1] and (found is not None or pruned_until < proof[0]):
+        what = "no event has" if found is None else f"event {found} has"
+        raise ContinuityLost(f"{place}: event {proof[1]} was read at seq {proof[0]:,}, and now {what} it")
+    if gap is not None:
+        raise pruned(place, after, gap)
+    if proof is not None and found is None:
+        raise PositionGone(
+            f"{place}: the event that was read last, at seq {proof[0]:,}, was pruned, so nothing proves that this is "
+            "the same log. Restore it, or start under a new name, which reads what is still there"
+        )
 
 
 def storable_error(error: str) -> str:

@@ -30,18 +30,35 @@ from ..errors import (
     StoreError,
     StoreUnavailable,
 )
-from ..event import NOTHING, TERMINAL, Claim, Dead, Event, NewEvent, Published, Record, Released, Retry, State, Verdict
+from ..event import (
+    NOTHING,
+    TERMINAL,
+    Claim,
+    Dead,
+    Event,
+    NewEvent,
+    Published,
+    Record,
+    Released,
+    Retry,
+    State,
+    Verdict,
+    json_text,
+)
+from . import postgresql_stats as stats
 from . import sql
 from .base import (
     HISTORY_LOOK_MAX,
     REPORT_EVERY,
     WAITING_LOOK_MAX,
+    Announcing,
     AuditEntry,
     Capabilities,
     Extent,
     FailingDestination,
     Killed,
     LogEnd,
+    LogIdentity,
     Migration,
     Order,
     OutboxStore,
@@ -53,12 +70,14 @@ from .base import (
     Step,
     Worker,
     Writable,
+    check_log,
     hidden_password,
-    pruned,
     storable_error,
     storable_reason,
 )
-from .postgresql_bell import Bell
+from .living import ControlSnapshot
+from .places import Holder, no_place, places_of
+from .postgresql_bell import Bell, Wish, announcing, pooled
 from .postgresql_pool import Connection, ConnectionPool, split_url
 
 DIALECT = "postgresql"
@@ -70,6 +89,8 @@ SWEEP_SHARE = 20  # a look below the cursor is not repeated within this many tim
 SHARDS = 16  # of lanes, by their top bits
 LANE_BITS = 59
 TURNS = 1 << 30
+NO_BOUND = 2**63 - 1  # of bytes
+_NOTHING_CARRIED = "''::bytea as payload, null::json as headers, null::json as metadata"
 NOTHING_PASSED = "3:3:"  # the snapshot in which no transaction that writes is to be seen
 _REFUSED = "OB001"  # raised by the guards of the schema
 _CONTENT = (
@@ -78,7 +99,6 @@ _CONTENT = (
     psycopg.errors.RaiseException,
     psycopg.errors.ProgramLimitExceeded,
 )  # what it says of a row that it can't have
-_REST_OF_STATS = tuple(field.name for field in fields(Stats) if field.name != "states")  # in the order of the statement
 
 
 class PostgreSQLStore(OutboxStore):
@@ -147,13 +167,20 @@ class PostgreSQLStore(OutboxStore):
         """Two who migrate at once take turns: one connection holds the lock while another runs what is missing."""
         if not self.pending_migrations():
             return []
-        with self._translating(), self._pool.connect() as turn, turn.transaction():
-            # The simple protocol: a portal of the other one would keep its snapshot, and an online index waits for it.
-            turn.execute(self._sql["migration_lock"].encode())
-            missing = self.pending_migrations()
-            for migration in missing:
-                self._apply(migration)
-        return missing
+        ran: list[Migration] = []
+        with self._translating(), self._pool.connect() as turn, turn.transaction(force_rollback=True):
+            while turn.execute(self._sql["former_migration"].encode()).fetchone() == (True,):
+                clock.sleep(MIGRATION_PAUSE)
+            while missing := self._missing(turn):
+                self._apply(missing[0])
+                ran.append(missing[0])
+        return ran
+
+    def _missing(self, turn: Connection) -> list[Migration]:
+        """Take the turn, and say what is missing now. Again after each migration: the first one makes the lock."""
+        # The simple protocol: a portal of the other one would keep its snapshot, and an online index waits for it.
+        turn.execute(self._sql["migration_lock"].encode())
+        return self.pending_migrations()
 
     def _apply(self, migration: Migration) -> None:
         """In one transaction, which gives up rather than queue behind a long lock and make all writers wait.
@@ -253,9 +280,12 @@ class PostgreSQLStore(OutboxStore):
                 rows = self._run("claim", **asked, **aim.parameters(sweep=True))
             claims = _claims(rows, token, worker, lease)
             aim.hit(claims, limit, _first(rows, 14) or ())
+        if claims:
+            self._bell.polls.found()
         if len(claims) == limit and self._bell.wanted:
             with suppress(StoreError):  # costs notifications that are not needed; the next claim tries it again
-                self._bell.wanted = self._ring(False)
+                self._run("hush")
+                self._bell.wanted = False
         return claims
 
     @contextmanager
@@ -273,12 +303,18 @@ class PostgreSQLStore(OutboxStore):
                 self._run("release", token=token)
             raise
 
-    def wait(self, seconds: float) -> None:
-        self._bell.wait(seconds, self._ring)
+    def wait(self, seconds: float) -> bool:
+        return self._bell.wait(seconds, lambda: Wish(*self._run("want_notify")[0]))
 
-    def _ring(self, wish: bool) -> bool:
-        changed: bool = self._one("ring", wish=wish)
-        return changed and wish
+    @property
+    def announces(self) -> bool:
+        return self._bell.listens
+
+    def announcing(self) -> Announcing:
+        ((chosen, prepared),) = self._run("may_notify")
+        with self._connection() as connection:
+            behind = pooled(connection)
+        return announcing(chosen, prepared=prepared, pooled=behind)
 
     def renew(self, *, worker: str, tokens: Collection[UUID], lease: timedelta) -> frozenset[UUID]:
         return frozenset(self._one("renew", worker=worker, tokens=list(tokens), lease=lease))
@@ -327,13 +363,23 @@ class PostgreSQLStore(OutboxStore):
     # --- operations ------------------------------------------------------------------------------------------------
 
     def find(
-        self, query: Query | None = None, *, limit: int = 100, order: Order = Order.OLDEST, after: int | None = None
+        self,
+        query: Query | None = None,
+        *,
+        limit: int = 100,
+        order: Order = Order.OLDEST,
+        after: int | None = None,
+        payloads: bool = True,
+        bytes_max: int | None = None,
     ) -> list[Record]:
         query = query or Query()
         newest = order is Order.NEWEST
         beyond, direction = ("<", "desc") if newest else (">", "asc")
-        statement = self._sql["find"].format(matching=self._matching(query), beyond=beyond, direction=direction)
-        rows = self._execute(statement, after=after, limit=limit, **_matching(query))
+        carried = "payload, headers, metadata" if payloads else _NOTHING_CARRIED
+        parts = {"matching": self._matching(query), "beyond": beyond, "direction": direction, "carried": carried}
+        statement = self._sql["find"].format(**parts)
+        bound = NO_BOUND if bytes_max is None else bytes_max
+        rows = self._execute(statement, after=after, limit=limit, bytes=bound, **_matching(query))
         return [_record(row) for row in rows]
 
     def count(self, query: Query, *, after: int = 0) -> int:
@@ -353,15 +399,11 @@ class PostgreSQLStore(OutboxStore):
         ]
 
     def stats(self) -> Stats:
-        (row,) = self._run("stats")
-        pending, claimed, published, dead, *rest = row
-        counts = {
-            State.PENDING: pending,
-            State.CLAIMED: int(claimed),
-            State.PUBLISHED: published,
-            State.DEAD: dead,
-        }
-        return Stats(states=counts, **dict(zip(_REST_OF_STATS, rest, strict=True)))
+        ((many_keyed, many_waiting, percent),) = self._execute(stats.ways(self._sql), **stats.parameters(0))
+        form = {"keyed_sample": many_keyed, "waiting_sample": many_waiting}
+        statement = stats.statement(self._sql, **form)
+        (row,) = self._execute_dicts(statement, **stats.parameters(float(percent)))
+        return stats.stats_of(row, **form)
 
     def begin_audit(self, *, who: str, action: str, why: str | None, what: Mapping[str, Any], affected: int = 0) -> int:
         given = {"who": who, "action": action, "why": why, "what": Jsonb(dict(what)), "affected": affected}
@@ -375,7 +417,7 @@ class PostgreSQLStore(OutboxStore):
         terminal = tuple(TERMINAL & set(query.states or TERMINAL))
         if not terminal:
             return Step(count=0, last_seq=after, done=True)
-        chosen = self.find(replace(query, states=terminal), limit=limit, after=after)
+        chosen = self.find(replace(query, states=terminal), limit=limit, after=after, payloads=False)
         seqs = [record.seq for record in chosen]
         count = self._one("replay", seqs=seqs, audit_id=audit_id)
         return Step(count=count, last_seq=max(seqs, default=after), done=len(seqs) < limit)
@@ -393,12 +435,19 @@ class PostgreSQLStore(OutboxStore):
         return freed
 
     def prune(
-        self, *, published_after: timedelta | None, dead_after: timedelta | None, limit: int, audit_id: int
+        self,
+        *,
+        published_after: timedelta | None,
+        dead_after: timedelta | None,
+        limit: int,
+        audit_id: int,
+        after: int = 0,
+        look_max: int | None = None,
     ) -> Step:
-        ((count, last_seq),) = self._run(
-            "prune", published_after=published_after, dead_after=dead_after, limit=limit, audit_id=audit_id
-        )
-        return Step(count=count, last_seq=last_seq, done=count < limit)
+        ages = {"published_after": published_after, "dead_after": dead_after}
+        rows = self._run("prune", **ages, limit=limit, audit_id=audit_id, after=after, look_max=look_max)
+        ((count, last_seq, done),) = rows
+        return Step(count=count, last_seq=last_seq, done=done)
 
     def count_prunable(self, *, published_after: timedelta | None, dead_after: timedelta | None) -> int:
         number: int = self._one("count_prunable", published_after=published_after, dead_after=dead_after)
@@ -409,11 +458,16 @@ class PostgreSQLStore(OutboxStore):
     def control(self) -> Control:
         return Control.from_rows(dict(self._run("control")))
 
+    def control_snapshot(self, relay: str | None) -> ControlSnapshot:
+        ((rows, present, stopping, reaper),) = self._run("control_snapshot", relay=relay)
+        control = Control.from_rows(rows or {})
+        return ControlSnapshot(control=control, relay=present, stopping=stopping, reaper=reaper)
+
     def change_control(self, changes: Mapping[str, Any], *, audit_id: int) -> None:
         self._run("change_control", changes=Jsonb(Control.changed_rows(changes)), audit_id=audit_id)
 
     def sign_on(self, worker: Worker) -> None:
-        entered = self._run(
+        refusal = self._one(
             "sign_on",
             worker_id=worker.worker_id,
             kind=worker.kind,
@@ -421,10 +475,11 @@ class PostgreSQLStore(OutboxStore):
             pid=worker.pid,
             details=Jsonb(dict(worker.details)),
         )
-        if not entered:
-            raise InvalidSetting(
-                f"worker {worker.worker_id} is signed on already; each needs a name of its own (LR-032)"
-            )
+        if refusal is None:
+            return
+        if "workers_max" in refusal:
+            raise no_place(places_of(worker), refusal["workers_max"], [Holder(**one) for one in refusal["holders"]])
+        raise InvalidSetting(f"worker {worker.worker_id} is signed on already; each needs a name of its own (LR-032)")
 
     def sign_off(self, worker_id: str) -> None:
         self._run("sign_off", worker_id=worker_id)
@@ -464,8 +519,12 @@ class PostgreSQLStore(OutboxStore):
     def failing_destinations(self) -> list[FailingDestination]:
         return [FailingDestination(**row) for row in self._dicts("failing_destinations")]
 
-    def set_reader(self, name: str, position: str | None = None) -> str:
-        place: str = self._one("set_reader", name=name, position=NOTHING_PASSED if position == "" else position)
+    def register_reader(self, name: str, *, last_read: int | None) -> None:
+        self._run("register_reader", name=name, last_read=last_read, nothing=NOTHING_PASSED)
+
+    def set_reader(self, name: str, position: str | None = None, *, kept: int | None = None) -> str:
+        passed = NOTHING_PASSED if position == "" else position
+        place: str = self._one("set_reader", name=name, position=passed, kept=kept)
         return place
 
     def forget_reader(self, name: str) -> bool:
@@ -512,20 +571,40 @@ class PostgreSQLStore(OutboxStore):
     # --- the log ---------------------------------------------------------------------------------------------------
 
     def log_end(self) -> LogEnd:
-        ((mark, last, pruned, passed, standby),) = self._run("log_end")
+        with self._connection() as connection:  # one, so that both looks are at one server
+            ((mark, last, pruned, passed, standby, server),) = _fetch(connection, self._sql["log_end"])
+            writers = frozenset(writer for (writer,) in _fetch(connection, self._sql["log_writers"]))
         if standby:
             raise InvalidSetting(
                 f"{self._place} is a standby: it does not know who is writing, so a reader would skip events; give the "
                 "primary"
             )
-        writers = frozenset(writer for (writer,) in self._run("log_writers"))
-        return LogEnd(mark=mark, last=last, pruned=pruned, writers=writers, passed=passed)
+        return LogEnd(mark=mark, last=last, pruned=pruned, writers=writers, passed=passed, server=server)
 
-    def read_log(self, *, after: int, until: int, limit: int, bytes_max: int) -> list[tuple[int, Event]]:
-        rows = self._run("read_log", after=after, until=until, limit=limit, bytes=bytes_max)
-        if rows[0][0] > after:
-            raise pruned(self._place, after, rows[0][0])
-        return [(row[1], _event(row[2:])) for row in rows if row[1] is not None]
+    def log_identity(self) -> LogIdentity:
+        ((system, epoch, file),) = self._run("log_identity")
+        return LogIdentity(system=int(system or 0), epoch=epoch, timeline=int(file[:8], 16))
+
+    def raise_epoch(self, *, audit_id: int) -> int:
+        epoch: int = self._one("raise_epoch", audit_id=audit_id)
+        return epoch
+
+    def read_log(
+        self,
+        *,
+        after: int,
+        until: int,
+        limit: int,
+        bytes_max: int,
+        reader: str | None = None,
+        base: int = 0,
+        proof: tuple[int, UUID] | None = None,
+    ) -> list[tuple[int, Event]]:
+        asked = {"after": after, "until": until, "limit": limit, "bytes": bytes_max, "reader": reader, "base": base}
+        rows = self._run("read_log", **asked, proof=proof and proof[0])
+        gap, pruned_until, found = rows[0][:3]
+        check_log(self._place, after=after, gap=gap, pruned_until=pruned_until, proof=proof, found=found)
+        return [(row[3], _event(row[4:])) for row in rows if row[3] is not None]
 
     def verify(self) -> list[str]:
         return [line for (line,) in self._run("verify")]
@@ -557,11 +636,12 @@ class PostgreSQLStore(OutboxStore):
                 f"{self._place}: {text}; grant this role its part with `select oncebox.admit(role, part)`"
             )
         if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):  # the pool has dropped its connections
+            words = error.diag.message_primary or text  # without the functions and lines that led to it
             return StoreUnavailable(
-                f"{self._place} takes no writes: {text}; give the primary, or wait for the failover"
+                f"{self._place} takes no writes: {words}; give the primary, or wait for the failover"
             )
         if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
-            return StoreUnavailable(f"{self._place} does not answer: {text}")
+            return StoreUnavailable(f"{self._place} does not answer: {' '.join(text.split())}")
         return StoreError(f"{self._place}: {text}")
 
     def _run(self, name: str, /, **parameters: Any) -> list[TupleRow]:
@@ -575,8 +655,11 @@ class PostgreSQLStore(OutboxStore):
         return self._run(name, **parameters)[0][0]
 
     def _dicts(self, name: str, /, **parameters: Any) -> list[dict[str, Any]]:
+        return self._execute_dicts(self._sql[name], **parameters)
+
+    def _execute_dicts(self, statement: str, /, **parameters: Any) -> list[dict[str, Any]]:
         with self._connection() as connection, connection.cursor(binary=True, row_factory=dict_row) as cursor:
-            cursor.execute(self._sql[name].encode(), parameters)
+            cursor.execute(statement.encode(), parameters)
             return [{key: _utc(value) for key, value in row.items()} for row in cursor.fetchall()]
 
 
@@ -647,8 +730,8 @@ def _row(event: NewEvent, now: datetime | None) -> tuple[Any, ...]:
         event.content_type,
         event.ordering_key,
         event.partition_key,
-        Json(dict(event.headers)) if event.headers else None,
-        Json(dict(event.metadata)) if event.metadata else None,
+        Json(dict(event.headers), dumps=json_text) if event.headers else None,
+        Json(dict(event.metadata), dumps=json_text) if event.metadata else None,
         available_at,
     )
 

@@ -9,8 +9,29 @@ select to_regclass('oncebox.schema_version') is not null, current_setting('trans
 select max(number) from oncebox.schema_version
 
 -- name: migration_lock
--- Two operators who migrate at once take turns; the second finds nothing left to do.
-select pg_advisory_xact_lock(78, 99)
+-- Two operators who migrate at once take turns; the second finds nothing left to do. Only the owner can take the lock on the
+-- table. Before there is one, the turn is a schema that is never committed: a second one of its name waits for the first.
+-- By queries, not to_regclass: a session that looked before the table was there would remember that.
+do $$
+begin
+    if not exists (select from pg_catalog.pg_tables where schemaname = 'oncebox' and tablename = 'schema_version') then
+        create schema oncebox_first_migration;
+    end if;
+    if exists (select from pg_catalog.pg_tables where schemaname = 'oncebox' and tablename = 'schema_version') then
+        lock table oncebox.schema_version in share update exclusive mode;
+    end if;
+end $$
+
+-- name: former_migration
+-- Whether an earlier version migrates: its turn is an advisory lock. Anybody who may connect can hold that lock, so it
+-- counts only in the hands of a login that may migrate. Who gets it here keeps earlier versions out.
+select case when pg_try_advisory_xact_lock(78, 99) then false else exists (
+    select from pg_catalog.pg_locks l join pg_catalog.pg_stat_activity a using (pid)
+    where l.locktype = 'advisory' and l.classid = 78 and l.objid = 99 and l.objsubid = 2 and l.granted
+        and l.database = (select oid from pg_catalog.pg_database where datname = current_database())
+        and (has_database_privilege(a.usesysid, current_database(), 'create')
+            or exists (select from pg_catalog.pg_namespace n
+                where n.nspname = 'oncebox' and pg_has_role(a.usesysid, n.nspowner, 'member')))) end
 
 -- name: migration_patience
 -- A statement that waits for an exclusive lock makes all others behind it wait too: better to give up, and try again.
@@ -48,8 +69,16 @@ from oncebox.claim where token = %(token)s
 -- name: renew
 select oncebox.renew(%(worker)s, %(tokens)s, %(lease)s)
 
--- name: ring
-select oncebox.ring(%(wish)s)
+-- name: want_notify
+select allowed, changed, ring, oldest, upcoming, due from oncebox.want_notify()
+
+-- name: hush
+select oncebox.ring(false)
+
+-- name: may_notify
+-- What operators chose, and how many transactions the server prepares.
+select (select value = 'true'::jsonb from oncebox.setting where name = 'notify'),
+    current_setting('max_prepared_transactions')::integer
 
 -- name: finalize
 select oncebox.finalize(%(token)s, %(acked)s::bigint[], %(others)s::bigint[], %(kinds)s::text[],
@@ -88,15 +117,31 @@ where (%(ids)s::uuid[] is null or event_id = any (%(ids)s::uuid[]))
     where stopped.seq = outbox.seq)
 
 -- name: find
--- The order is part of the text, so that the rooms' own indexes give it and a page costs what a page is.
+-- The order is part of the text, so that the rooms' own indexes give it and a page costs what a page is. Of what the events
+-- carry, no more is read than fits: see read_log.
 select event_id, event_type, payload, created_at, content_type, ordering_key, partition_key, headers::text,
     metadata::text, seq, state, attempts, failures, replays, last_error, available_at, claimed_at, claimed_by, locked_until,
     lock_token, published_at, died_at
-from oncebox.outbox
-{matching}
-  and (%(after)s::bigint is null or seq {beyond} %(after)s)
-order by seq {direction}
-limit %(limit)s
+from (
+    select *, sum(octet_length(payload) + coalesce(octet_length(headers::text), 0)
+        + coalesce(octet_length(metadata::text), 0)) over (order by place) as size
+    from (
+        select *, sum(octet_length(payload) + coalesce(pg_column_size(headers), 0)
+            + coalesce(pg_column_size(metadata), 0)) over (order by place) as stored
+        from (
+            select *, row_number() over (order by seq {direction}) as place
+            from (
+                select event_id, event_type, {carried}, created_at, content_type, ordering_key, partition_key, seq, state,
+                    attempts, failures, replays, last_error, available_at, claimed_at, claimed_by, locked_until, lock_token,
+                    published_at, died_at
+                from oncebox.outbox
+                {matching}
+                  and (%(after)s::bigint is null or seq {beyond} %(after)s)
+                order by seq {direction}
+                limit %(limit)s) page) placed) weighed
+    where stored <= %(bytes)s or place = 1) sized
+where size <= %(bytes)s or place = 1
+order by place
 
 -- name: count
 select count(*) from oncebox.outbox
@@ -137,46 +182,78 @@ select count(*), max(seq) from oncebox.published where seq > %(after)s and publi
 select replay, state, at, attempts, published_by from oncebox.history
 where seq = (select seq from oncebox.event where event_id = %(event_id)s) order by replay
 
+-- name: stats_ways
+-- Which tables hold more than is counted row by row: OFFSET walks so far and no further. The share of `waiting` that makes a
+-- sample, in percent: pages from all over the table, because those at its start are due before the others.
+select exists (select from oncebox.lane_ready offset %(limit)s limit 1),
+    exists (select from oncebox.waiting offset %(limit)s limit 1),
+    least(100, greatest(0.01, 100.0 * %(sample)s / greatest(1, {waiting_estimate})))
+
+-- name: table_estimate
+-- How many rows a table has: as dense as its pages were for the last vacuum; before the first one, as narrow rows are.
+(select (pg_relation_size(oid) / current_setting('block_size')::integer
+    * case when reltuples > 0 then reltuples / greatest(relpages, 1) else 100 end)::bigint
+ from pg_catalog.pg_class where oid = 'oncebox.{table}'::regclass)
+
+-- name: any_retrying
+(select exists (select from oncebox.waiting where attempts > 0 and available_at > now())
+    or exists (select from oncebox.lane_ready
+        where (available_at is not null or batch_max is not null) and attempts > 0 and available_at > now()))
+
 -- name: stats
--- One pass over each room. A keyed event's reason is found by its place among the stops of its lane.
-with stop as (  -- for each lane that must stop somewhere, where; `held`: an event of it is CLAIMED
+-- Up to a limit, rows are counted; above it, they are estimated, and why events wait is learnt from a sample. Of published
+-- ones, which stay, the estimate is asked first: to count to the limit takes long, too. No more of them are there than their
+-- numbers span: that is seen at once after a prune, which the estimate is not.
+-- A keyed event's reason is found by its place among the stops of its lane.
+with keyed_rows as {keyed_rows}
+, stop as (  -- for each lane that must stop somewhere, where; `held`: an event of it is CLAIMED
     select lane, min(seq) filter (where attempts is null) as dead, min(seq) filter (where attempts = 0) as delayed,
         min(seq) filter (where attempts > 0) as retrying, bool_or(held) as held
     from (
-        select lane, seq, attempts, false as held from oncebox.lane_ready
+        select lane, seq, attempts, false as held from keyed_rows
         where (available_at is not null or batch_max is not null) and available_at > now()
         union all
-        select lane, seq, null, false from oncebox.blocker
+        select lane, seq, null, false from {blockers}
         union all
         select lane, null, null, true from oncebox.hold where token is not null) each_stop
     group by lane)
 , keyed as (
-    select r.seq, r.batch_max, case when r.seq > s.dead then 'blocked' when r.seq >= s.delayed then 'delayed'
-        when r.seq >= s.retrying then 'retrying' when s.held then 'held' else 'eligible' end as reason
-    from oncebox.lane_ready r left join stop s using (lane))
+    select count(*) as looked, count(*) filter (where reason = 'held') as held,
+        count(*) filter (where reason = 'retrying') as retrying, count(*) filter (where reason = 'delayed') as delayed,
+        count(*) filter (where reason = 'blocked') as blocked, count(batch_max) as suspect,
+        min(seq) filter (where reason is null) as first
+    from (
+        select r.seq, r.batch_max, case when r.seq > s.dead then 'blocked' when r.seq >= s.delayed then 'delayed'
+            when r.seq >= s.retrying then 'retrying' when s.held then 'held' end as reason
+        from keyed_rows r left join stop s using (lane)) each_event)
 , plain as (
-    select seq, batch_max, case when available_at <= now() then 'eligible' when attempts = 0 then 'delayed'
-        else 'retrying' end as reason
-    from oncebox.waiting)
-, pending as (
-    select count(*) as number, count(*) filter (where reason = 'eligible') as eligible,
-        count(*) filter (where reason = 'held') as held, count(*) filter (where reason = 'retrying') as retrying,
-        count(*) filter (where reason = 'delayed') as delayed, count(*) filter (where reason = 'blocked') as blocked,
-        count(batch_max) as suspect, min(seq) filter (where reason = 'eligible') as first
-    from (select * from keyed union all select * from plain) all_but_ready)
-, fresh as (select count(*) as number, min(seq) as first from oncebox.ready)
-select p.number + f.number as pending,
-    (select coalesce(sum(cardinality(seqs)), 0) from oncebox.claim) as claimed,
-    (select count(*) from oncebox.published) as published,
-    (select count(*) from oncebox.dead) as dead,
-    p.eligible + f.number as eligible, p.held, p.retrying, p.delayed, p.blocked, p.suspect,
-    (select count(distinct lane) from oncebox.blocker) as blocked_keys,
-    now() - (select created_at from oncebox.event where seq = least(f.first, p.first)) as oldest_pending,
+    select count(*) as looked, count(*) filter (where available_at > now() and attempts > 0) as retrying,
+        count(*) filter (where available_at > now() and attempts = 0) as delayed, count(batch_max) as suspect,
+        min(seq) filter (where available_at <= now()) as first
+    from {waiting_rows})
+, span as (
+    select least({published_estimate}, coalesce(
+        (select max(seq) from oncebox.published) - (select min(seq) from oncebox.published) + 1, 0)) as published)
+select (select count(*) from (select from oncebox.ready limit %(limit)s + 1) few) as ready,
+    {ready_estimate} as ready_estimate,
+    (select coalesce(sum(cardinality(seqs)), 0) from oncebox.claim)::bigint as claimed,
+    case when span.published > 2 * %(limit)s then null
+        else (select count(*) from (select from oncebox.published limit %(limit)s + 1) few) end as published,
+    span.published as published_estimate,
+    (select count(*) from (select from oncebox.dead limit %(limit)s + 1) few) as dead,
+    {dead_estimate} as dead_estimate,
+    k.looked as keyed_looked, k.held, k.retrying, k.delayed, k.blocked, k.suspect,
+    {lane_ready_estimate} + {lane_parked_estimate} as keyed_estimate,
+    p.looked as plain_looked, p.retrying as plain_retrying, p.delayed as plain_delayed, p.suspect as plain_suspect,
+    {waiting_estimate} as plain_estimate, {any_retrying} as any_retrying,
+    (select count(distinct lane) from (select lane from oncebox.blocker limit %(limit)s + 1) few) as blocked_keys,
+    now() - (select created_at from oncebox.event where seq = least(
+        (select min(seq) from oncebox.ready), k.first, p.first)) as oldest_pending,
     now() - (select min(claimed_at) from oncebox.claim) as oldest_claim,
     (select count(*) from oncebox.claim where locked_until <= now()) as expired_claims,
     (select count(*) from oncebox.worker) as workers,
     coalesce((select value = 'true'::jsonb from oncebox.setting where name = 'paused'), false) as paused
-from pending p, fresh f
+from keyed k, plain p, span
 
 -- name: begin_audit
 select oncebox.begin_audit(%(who)s, %(action)s, %(why)s, %(what)s, %(affected)s)
@@ -185,7 +262,7 @@ select oncebox.begin_audit(%(who)s, %(action)s, %(why)s, %(what)s, %(affected)s)
 select oncebox.add_to_audit(%(audit_id)s, %(number)s)
 
 -- name: audit
-select audit_id, at, who, action, why, what, affected from oncebox.audit order by audit_id desc limit %(limit)s
+select audit_id, at, who, action, why, what, affected, login from oncebox.audit order by audit_id desc limit %(limit)s
 
 -- name: replay
 select oncebox.replay(%(seqs)s::bigint[], %(audit_id)s)
@@ -200,7 +277,8 @@ select oncebox.reschedule(%(ids)s::uuid[], %(delay)s, %(audit_id)s)
 select oncebox.unblock(%(key)s, %(audit_id)s)
 
 -- name: prune
-select number, last_seq from oncebox.prune(%(published_after)s, %(dead_after)s, %(limit)s, %(audit_id)s)
+select number, last_seq, done from oncebox.prune(%(published_after)s, %(dead_after)s, %(limit)s, %(audit_id)s, %(after)s,
+    %(look_max)s)
 
 -- name: count_prunable
 select (select count(*) from oncebox.prunable_published(%(published_after)s, null))
@@ -213,9 +291,7 @@ select name, value from oncebox.setting
 select oncebox.change_control(%(changes)s, %(audit_id)s)
 
 -- name: sign_on
-insert into oncebox.worker (worker_id, kind, host, pid, details)
-values (%(worker_id)s, %(kind)s, %(host)s, %(pid)s, %(details)s)
-on conflict (worker_id) do nothing returning 1
+select oncebox.sign_on(%(worker_id)s, %(kind)s, %(host)s, %(pid)s, %(details)s)
 
 -- name: sign_off
 delete from oncebox.worker where worker_id = %(worker_id)s
@@ -226,6 +302,21 @@ from oncebox.worker order by seen_at
 
 -- name: expire_failing
 delete from oncebox.destination where expires_at <= now()
+
+-- name: control_snapshot
+-- Asked by every worker, so what it costs must not grow with them: each part walks an index of few rows, and ends at the first
+-- that answers. The rules are those of `snapshot_of`; '/' follows '.', so the range holds the ids under which a relay signs on.
+with mine as (
+    select details from oncebox.worker
+    where kind = 'relay' and worker_id collate "C" >= %(relay)s::text and worker_id collate "C" < %(relay)s::text || '/'
+        and (worker_id = %(relay)s::text or starts_with(worker_id, %(relay)s::text || '.')
+            and strpos(substr(worker_id, length(%(relay)s::text) + 1), '/') = 0))
+select (select jsonb_object_agg(name, value) from oncebox.setting), %(relay)s::text is null or exists (select from mine),
+    exists (select from mine where details -> 'stopping' = 'true'), exists (
+        select from oncebox.worker
+        where kind = 'reaper' and now() - seen_at < 3 * make_interval(secs => case jsonb_typeof(details -> 'interval')
+            when 'number' then least((details ->> 'interval')::numeric, 1000000)::double precision else 10 end)
+            + interval '1 second')
 
 -- name: report_failing
 -- Several workers report one destination: the first of them writes, and the others of the same minute change nothing.
@@ -260,9 +351,22 @@ select relay, destination, reason, reported_by, now() - failing_since as failing
 from oncebox.destination where expires_at > now() order by failing_since, relay, destination
 
 -- name: set_reader
-insert into oncebox.reader (name, position) values (%(name)s, coalesce(%(position)s::pg_snapshot, pg_current_snapshot()))
-on conflict (name) do update set position = excluded.position, updated_at = now()
+insert into oncebox.reader as r (name, position, kept, moved)
+values (%(name)s, coalesce(%(position)s::pg_snapshot, pg_current_snapshot()), %(kept)s, 1)
+on conflict (name) do update set position = excluded.position, kept = excluded.kept, moved = r.moved + 1, updated_at = now()
 returning position::text
+
+-- name: register_reader
+-- `prune` locks the table, so what it has removed by then is noted, and from then on it sees this reader.
+insert into oncebox.reader as r (name, position, kept, base, moved)
+select %(name)s, %(nothing)s::pg_snapshot, %(last_read)s::bigint,
+    case when %(last_read)s::bigint is null then l.pruned else 0 end, 1
+from oncebox.log l
+on conflict (name) do update set kept = coalesce(r.kept, excluded.kept),
+    base = case when %(last_read)s::bigint is null and coalesce(r.kept, 0) = 0 and pg_snapshot_xmax(r.position) = '3'
+        then excluded.base else r.base end,
+    gone = case when %(last_read)s::bigint is null and coalesce(r.kept, 0) = 0 and pg_snapshot_xmax(r.position) = '3'
+        then 0 else r.gone end
 
 -- name: forget_reader
 delete from oncebox.reader where name = %(name)s returning 1
@@ -271,16 +375,19 @@ delete from oncebox.reader where name = %(name)s returning 1
 select name, position::text from oncebox.reader order by name
 
 -- name: has_passed
--- What a reader has passed is what its snapshot shows. Nearly all of the first events above a seq are shown, or none.
-select r.position::text <> %(nothing)s and l.pruned > %(after)s or exists (
+-- What a reader has passed is what it keeps and what its snapshot shows. Nearly all of the first events above a seq are
+-- shown, or none.
+select r.kept > %(after)s or r.kept is null and r.position::text <> %(nothing)s and l.pruned > %(after)s
+    or r.epoch = l.epoch and exists (
     select from (select xid from oncebox.event where seq > %(after)s order by seq limit %(look_max)s) e
     where pg_visible_in_snapshot(e.xid, r.position))
 from oncebox.reader r, oncebox.log l where r.name = %(name)s
 
 -- name: passed_by
-select count(e.seq), greatest(max(e.seq), max(l.pruned))
+select count(e.seq), greatest(max(e.seq), max(r.kept), max(case when r.kept is null then l.pruned end))
 from oncebox.log l cross join oncebox.reader r
-left join oncebox.event e on e.seq > %(after)s and pg_visible_in_snapshot(e.xid, r.position)
+left join oncebox.event e on e.seq > %(after)s
+    and (e.seq <= r.kept or r.epoch = l.epoch and pg_visible_in_snapshot(e.xid, r.position))
 where r.name = %(name)s
 
 -- name: same_database_lock
@@ -303,8 +410,15 @@ select case when has_schema_privilege('oncebox', 'usage')
 -- name: log_end
 -- What this snapshot shows lies at or below its largest seq: a reader that is done with that has passed the snapshot.
 select l.mark, greatest(l.pruned, coalesce((select max(seq) from oncebox.event), 0)), l.pruned,
-    pg_current_snapshot()::text, pg_is_in_recovery()
+    pg_current_snapshot()::text, pg_is_in_recovery(), pg_postmaster_start_time()::text
 from oncebox.log l
+
+-- name: log_identity
+-- The timeline of what is written now: the control file knows of a promotion only after its next checkpoint.
+select oncebox.cluster(), l.epoch, pg_walfile_name(pg_current_wal_lsn()) from oncebox.log l
+
+-- name: raise_epoch
+select oncebox.raise_epoch(%(audit_id)s)
 
 -- name: log_writers
 -- Whoever writes events locks the table before it takes its first seq, and lets go after its commit is to be seen. So
@@ -314,21 +428,28 @@ where locktype = 'relation' and relation = 'oncebox.event'::regclass and mode = 
     and database = (select oid from pg_catalog.pg_database where datname = current_database())
 
 -- name: read_log
--- One statement sees one moment: either the events are there, or it says that they were pruned. Lengths are known
--- without reading what they are of.
-select l.pruned, e.*
-from oncebox.log l left join (
+-- One statement sees one moment: either the events are there, or it says that they were pruned; and the last event that was
+-- read is there, or not. The length of a payload is known without reading it, and so is what headers and metadata take as
+-- they are stored; their own length is not, so it is asked only of those that may fit.
+select case when l.pruned > greatest(%(after)s, r.base, %(base)s) then l.pruned when r.gone > %(after)s then r.gone end,
+    l.pruned, (select event_id from oncebox.event where seq = %(proof)s), e.*
+from oncebox.log l left join oncebox.reader r on r.name = %(reader)s left join (
     select seq, event_id, event_type, payload, created_at, content_type, ordering_key, partition_key, headers::text,
         metadata::text
     from (
-        select *, sum(octet_length(payload)) over (order by seq) as size, row_number() over (order by seq) as place
-        from (select * from oncebox.event where seq > %(after)s and seq <= %(until)s order by seq limit %(limit)s) page
+        select *, sum(octet_length(payload) + coalesce(octet_length(headers::text), 0)
+            + coalesce(octet_length(metadata::text), 0)) over (order by seq) as size
+        from (
+            select *, row_number() over (order by seq) as place, sum(octet_length(payload)
+                + coalesce(pg_column_size(headers), 0) + coalesce(pg_column_size(metadata), 0)) over (order by seq) as stored
+            from (select * from oncebox.event where seq > %(after)s and seq <= %(until)s order by seq limit %(limit)s) page
+        ) weighed where stored <= %(bytes)s or place = 1
     ) sized where size <= %(bytes)s or place = 1
 ) e on true
 order by e.seq
 
 -- name: verify
--- Every event is in exactly one room, every room holds only events, and holds and claims agree.
+-- Every event is in exactly one room, every room holds only events, and holds agree with claims and with what is set aside.
 with placed as (
     select seq, 'ready' as room, null::bigint as lane from oncebox.ready
     union all select seq, 'waiting', null from oncebox.waiting
@@ -348,6 +469,9 @@ where p.room in ('ready', 'waiting', 'lane_ready', 'claim') and p.lane is distin
 union all
 select format('lane %%s is held by %%s, which has no event of it', h.lane, h.token) from oncebox.hold h
 where h.token is not null and not exists (select from oncebox.claim c where c.token = h.token and h.lane = any (c.lanes))
+union all
+select format('event %%s is set aside, and no hold of its lane %%s brings it back', p.seq, p.lane)
+from oncebox.lane_parked p where not exists (select from oncebox.hold h where h.lane = p.lane and h.parked)
 union all
 select format('lane %%s is claimed by %%s without a hold', u.lane, c.token)
 from oncebox.claim c, unnest(c.lanes) u(lane)

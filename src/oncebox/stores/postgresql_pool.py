@@ -1,21 +1,26 @@
 """A bounded pool of connections to PostgreSQL, and how its URL is read."""
 
 import difflib
+import os
 import select
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from urllib.parse import quote, urlencode
+from weakref import WeakValueDictionary
 
 import psycopg
 from psycopg.rows import TupleRow
 
+from .. import clock
 from ..errors import InvalidSetting, StoreUnavailable
 from ..url import Url, broken_percent, parse_url
 from .postgresql_refusal import Refusals
 
 POOL_DEFAULT = 4
 POOL_LIMIT = 64
+IDLE_MAX = 10.0  # seconds that a connection is kept unused, beside another one
 _DEFAULTS = {
     "application_name": "oncebox",
     "connect_timeout": "10",
@@ -30,6 +35,56 @@ _DEFAULTS = {
 Connection = psycopg.Connection[TupleRow]
 
 
+class _Free:
+    """The connections of this process to one place that are not in use; the latest used goes first.
+
+    Pools share them, and no more: each has slots of its own, so that none waits for what another does. One that has not
+    been used for long is closed, if there is another: so what is idle holds one connection, however many pools it has.
+    """
+
+    def __init__(self) -> None:
+        self._free: deque[tuple[float, Connection]] = deque()
+        self._pools = 0
+        self._lock = threading.Lock()
+
+    def join(self) -> None:
+        with self._lock:
+            self._pools += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._pools -= 1
+            last = not self._pools
+        if last:
+            self.drop()
+
+    def take(self) -> Connection | None:
+        with self._lock:
+            return self._free.pop()[1] if self._free else None
+
+    def give(self, connection: Connection) -> None:
+        now = clock.monotonic()
+        with self._lock:
+            self._free.append((now, connection))
+            old = [self._free.popleft()[1]] if now - self._free[0][0] > IDLE_MAX else []
+        for one in old:
+            one.close()
+
+    def drop(self) -> None:
+        while (connection := self.take()) is not None:
+            connection.close()
+
+
+_all_free: WeakValueDictionary[tuple[int, str], _Free] = WeakValueDictionary()
+_registering = threading.Lock()
+
+
+def _free_of(conninfo: str) -> _Free:
+    """A child that was forked shares nothing with its parent."""
+    with _registering:
+        return _all_free.setdefault((os.getpid(), conninfo), _Free())
+
+
 class ConnectionPool:
     """A bounded pool: at most `pool_max` connections, made when needed, the latest used first (LR-041).
 
@@ -42,7 +97,8 @@ class ConnectionPool:
         self._conninfo = conninfo
         self._place = place
         self._refusals = Refusals(conninfo, place)
-        self._free: list[Connection] = []
+        self._free = _free_of(conninfo)
+        self._free.join()
         self._slots = threading.BoundedSemaphore(pool_max)
         self._closed = False
 
@@ -57,7 +113,7 @@ class ConnectionPool:
                 # A failover has made this server a replica. The other connections lead there too: the next call
                 # connects anew, and finds the primary if the URL names both.
                 connection.close()
-                self._drop_free()
+                self._free.drop()
                 raise
             except BaseException:
                 if not _usable(connection):
@@ -67,8 +123,9 @@ class ConnectionPool:
                 self._give_back(connection)
 
     def close(self) -> None:
-        self._closed = True
-        self._drop_free()
+        if not self._closed:
+            self._closed = True
+            self._free.leave()
 
     def connect(self) -> Connection:
         """A connection beside the pool, which the caller closes."""
@@ -83,14 +140,8 @@ class ConnectionPool:
                 raise
             raise refused from error
 
-    def _drop_free(self) -> None:
-        while self._free:
-            with suppress(IndexError):  # another thread took the last one
-                self._free.pop().close()
-
     def _take(self) -> Connection:
-        while self._free:
-            connection = self._free.pop()
+        while not self._closed and (connection := self._free.take()) is not None:
             if _usable(connection):
                 return connection
             connection.close()
@@ -102,7 +153,7 @@ class ConnectionPool:
         if self._closed or connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
             connection.close()
         else:
-            self._free.append(connection)
+            self._free.give(connection)
 
 
 def _usable(connection: Connection) -> bool:

@@ -28,6 +28,7 @@ from .base import (
     FailingDestination,
     Killed,
     LogEnd,
+    LogIdentity,
     Migration,
     Order,
     OutboxStore,
@@ -39,15 +40,17 @@ from .base import (
     Step,
     Worker,
     Writable,
-    pruned,
+    check_log,
     storable_error,
     storable_reason,
 )
+from .living import RELAY_KIND, ControlSnapshot, first_id
+from .places import in_the_way, places_of
+from .polls import Polls
 from .sqlite_delivery import SEQ, Expired, Lock, Stale, choose, claims_of, hold, parted, reap, within, write_verdicts
-from .sqlite_file import NEVER, SQL, Database, Location, Row, Session, Transaction
+from .sqlite_file import NEVER, SQL, Database, Location, Quiet, Row, Session, Transaction
 from .sqlite_rows import (
     MILLISECOND,
-    age,
     event_of,
     json_texts,
     milliseconds,
@@ -57,12 +60,14 @@ from .sqlite_rows import (
     stamp_of,
     time_of,
 )
+from .sqlite_stats import stats_of
 
 DIALECT: Final = "sqlite"
 SQLITE_MIN: Final = (3, 37, 0)  # STRICT tables
 APPEND_ROWS: Final = 100  # events in one INSERT
 LINES_MAX: Final = 1_000  # findings of `verify`
-WAIT: Final = 0.005  # seconds between looks of an idle relay
+WAIT: Final = 0.005  # seconds between looks of an idle relay, at first
+WAIT_LONGEST: Final = 0.05  # and at last
 _APPEND_MANY = SQL["append"] + ", (?, ?, ?, ?, ?, ?, ?, ?, ?)" * (APPEND_ROWS - 1)
 _BEYOND_ALL_SEQS = 2**63 - 1
 
@@ -75,6 +80,8 @@ class SQLiteStore(OutboxStore):
     def __init__(self, location: Location) -> None:
         self._database = Database(location)
         self._look, self._change = self._database.look, self._database.change
+        self._polls = Polls(WAIT, WAIT_LONGEST)
+        self._quiet = Quiet()
 
     # --- life of the store itself --------------------------------------------------------------------------------
 
@@ -187,15 +194,16 @@ class SQLiteStore(OutboxStore):
         """See `OutboxStore.claim`."""
         length = _lease(lease)
         with self._database.peek() as peek:  # an idle relay disturbs nobody
-            if limit < 1 or not peek.value("anything_ready"):
+            if limit < 1 or self._nothing_ready(peek):
                 return []
+        self._polls.found()
         with self._change() as tx:
             batch_max, detour = tx.run("survey", now=tx.now).fetchone()
             if detour or batch_max is not None:
                 events = tx.run("events", seqs=json.dumps(choose(tx, limit, batch_max)))
             else:
                 events = tx.run("next_events", room=limit)
-            rows = list(events) if bytes_max is None else list(within(events, bytes_max))
+            rows = list(within(tx, events, bytes_max))
             events.close()
             if not rows:
                 return []
@@ -204,9 +212,25 @@ class SQLiteStore(OutboxStore):
             hold(tx, [row[9] for row in rows], lock)
             return claims_of(rows, lock)  # before the commit: what cannot be handed over is not claimed
 
-    def wait(self, seconds: float) -> None:
-        """See `OutboxStore.wait`; a claim that finds nothing only reads, and takes microseconds."""
-        clock.sleep(min(seconds, WAIT))
+    def wait(self, seconds: float) -> bool:
+        """See `OutboxStore.wait`. While nobody commits and nothing is due, it asks only whether anybody has."""
+        until = clock.monotonic() + seconds
+        quiet = True
+        while quiet and (left := until - clock.monotonic()) > 0:
+            clock.sleep(min(left, self._polls.next()))
+            with self._database.peek() as peek:
+                quiet = self._quiet.lasts(self._database.commits(peek))
+        return False
+
+    def _nothing_ready(self, peek: Session) -> bool:
+        """Whether a claim would find nothing; what was so before any query is so until somebody commits."""
+        commits = self._database.commits(peek)
+        if self._quiet.lasts(commits):
+            return True
+        if peek.value("anything_ready"):
+            return False
+        self._quiet.begin(commits, peek.value("next_due"))
+        return True
 
     def renew(self, *, worker: str, tokens: Collection[UUID], lease: timedelta) -> frozenset[UUID]:
         """See `OutboxStore.renew`."""
@@ -281,7 +305,14 @@ class SQLiteStore(OutboxStore):
     # --- operations ------------------------------------------------------------------------------------------------
 
     def find(
-        self, query: Query | None = None, *, limit: int = 100, order: Order = Order.OLDEST, after: int | None = None
+        self,
+        query: Query | None = None,
+        *,
+        limit: int = 100,
+        order: Order = Order.OLDEST,
+        after: int | None = None,
+        payloads: bool = True,
+        bytes_max: int | None = None,
     ) -> list[Record]:
         """See `OutboxStore.find`."""
         conditions, values = _conditions(query or Query())
@@ -289,10 +320,15 @@ class SQLiteStore(OutboxStore):
         if after is None:
             after = NEVER if oldest else _BEYOND_ALL_SEQS
         ending = "oldest_first" if oldest else "newest_first"
-        text = "\n".join(SQL[block] for block in ("record", *conditions, ending))
+        record = SQL["record"].format(carried="true" if payloads else "false")
+        text = "\n".join((record, *(SQL[block] for block in (*conditions, ending))))
         with self._look() as look:
-            found = look.connection.execute(text, values | {"after": after, "limit": max(limit, 0)})
-            return [record_of(row) for row in found.fetchall()]
+            look.connection.execute("BEGIN")  # large payloads are read by themselves, at the same moment
+            try:
+                found = look.connection.execute(text, values | {"after": after, "limit": max(limit, 0)})
+                return [record_of(row) for row in within(look, found, bytes_max)]
+            finally:
+                look.connection.execute("COMMIT")
 
     def count(self, query: Query, *, after: int = 0) -> int:
         """See `OutboxStore.count`."""
@@ -315,7 +351,7 @@ class SQLiteStore(OutboxStore):
         with self._look() as look:
             look.connection.execute("BEGIN")
             try:
-                return _stats(look, look.control())
+                return stats_of(look)
             finally:
                 look.connection.execute("COMMIT")
 
@@ -392,16 +428,27 @@ class SQLiteStore(OutboxStore):
         return freed > 0
 
     def prune(
-        self, *, published_after: timedelta | None, dead_after: timedelta | None, limit: int, audit_id: int
+        self,
+        *,
+        published_after: timedelta | None,
+        dead_after: timedelta | None,
+        limit: int,
+        audit_id: int,
+        after: int = 0,
+        look_max: int | None = None,
     ) -> Step:
         """See `OutboxStore.prune`."""
         with self._look() as look:
             until = _until(look.value("now"), published_after, dead_after)
-            seqs = [seq for (seq,) in look.run("prunable", limit=_positive(limit), **until)]
+            seen, last = look.run("prune_page", after=after, look_max=-1 if look_max is None else look_max).fetchone()
+            page = {"after": after, "page_end": after if last is None else last}
+            seqs = [seq for (seq,) in look.run("prunable", limit=_positive(limit), **page, **until)]
         with self._change() as tx:
             count = tx.run("prune", seqs=json.dumps(seqs), **until).rowcount
             tx.count(audit_id, count)
-        return Step(count=count, last_seq=seqs[-1] if seqs else 0, done=len(seqs) < limit)
+        whole = len(seqs) < limit  # the page was looked through
+        done = whole and (look_max is None or seen < look_max)
+        return Step(count=count, last_seq=page["page_end"] if whole else seqs[-1], done=done)
 
     def count_prunable(self, *, published_after: timedelta | None, dead_after: timedelta | None) -> int:
         """See `OutboxStore.count_prunable`."""
@@ -414,6 +461,13 @@ class SQLiteStore(OutboxStore):
         """See `OutboxStore.control`."""
         with self._look() as look:
             return look.control()
+
+    def control_snapshot(self, relay: str | None) -> ControlSnapshot:
+        """See `OutboxStore.control_snapshot`."""
+        with self._look() as look:
+            rows, present, stopping, reaper = look.run("control_snapshot", relay=relay).fetchone()
+        control = Control.from_rows(json.loads(rows))
+        return ControlSnapshot(control=control, relay=bool(present), stopping=bool(stopping), reaper=bool(reaper))
 
     def change_control(self, changes: Mapping[str, Any], *, audit_id: int) -> None:
         """See `OutboxStore.change_control`."""
@@ -430,9 +484,20 @@ class SQLiteStore(OutboxStore):
         """See `OutboxStore.sign_on`."""
         row = {"worker_id": worker.worker_id, "kind": worker.kind, "host": worker.host, "pid": worker.pid}
         with self._change() as tx:
+            self._make_place(tx, worker)
             entered = tx.run("sign_on", now=tx.now, details=json.dumps(worker.details, default=str), **row).rowcount
         if not entered:
             raise InvalidSetting(f"worker {worker.worker_id!r} is alive already; give each an id of its own (LR-032)")
+
+    def _make_place(self, tx: Transaction, relay: Worker) -> None:
+        """Remove silent relays if this one needs their places."""
+        if not places_of(relay) or (workers_max := tx.control().workers_max) is None:
+            return
+        workers = _workers(tx)
+        silent = in_the_way(relay, workers_max, workers)
+        for worker in workers:
+            if worker.kind == RELAY_KIND and first_id(worker) in silent:
+                tx.run("sign_off", worker_id=worker.worker_id)
 
     def sign_off(self, worker_id: str) -> None:
         """See `OutboxStore.sign_off`."""
@@ -442,20 +507,7 @@ class SQLiteStore(OutboxStore):
     def workers(self) -> list[Worker]:
         """See `OutboxStore.workers`."""
         with self._look() as look:
-            rows = look.all("workers")
-        return [
-            Worker(
-                worker_id=worker_id,
-                kind=kind,
-                host=host,
-                pid=pid,
-                started_at=time_of(started_at),
-                seen_at=time_of(seen_at),
-                silent_for=max(silent_for, 0) * MILLISECOND,
-                details=json.loads(details),
-            )
-            for worker_id, kind, host, pid, started_at, seen_at, details, silent_for in rows
-        ]
+            return _workers(look)
 
     def report_failing(
         self,
@@ -500,15 +552,25 @@ class SQLiteStore(OutboxStore):
             now = look.value("now")
             return [_failing(row, now) for row in look.run("failing_destinations", now=now)]
 
-    def set_reader(self, name: str, position: str | None = None) -> str:
-        """See `OutboxStore.set_reader`. A position is the `seq` of the last event that the reader has passed."""
+    def register_reader(self, name: str, *, last_read: int | None) -> None:
+        """See `OutboxStore.register_reader`."""
+        with self._change() as tx:
+            tx.run("register_reader", name=name, last_read=last_read)
+
+    def set_reader(self, name: str, position: str | None = None, *, kept: int | None = None) -> str:
+        """See `OutboxStore.set_reader`. A position is the `seq` of the last event that the reader has passed.
+
+        What it keeps is not passed: so it is kept by every version of this code.
+        """
         with self._change() as tx:
             last_seq = tx.value("last_seq")
             position = "0" if position == "" else position
             if position is not None and not (position.isdecimal() and int(position) <= last_seq):
                 raise InvalidSetting(f"{position!r} is no position of this store; give one that set_reader returned")
             passed = last_seq if position is None else int(position)
-            tx.run("set_reader", name=name, position=passed)
+            if kept is not None:
+                passed = max(0, min(passed, kept - 1))
+            tx.run("set_reader", name=name, position=passed, kept=kept)
         return str(passed)
 
     def forget_reader(self, name: str) -> bool:
@@ -533,18 +595,50 @@ class SQLiteStore(OutboxStore):
             mark, pruned_until, last = look.run("log_end").fetchone()
         return LogEnd(mark=mark, last=last, pruned=pruned_until, writers=frozenset(), passed=str(last))
 
-    def read_log(self, *, after: int, until: int, limit: int, bytes_max: int) -> list[tuple[int, Event]]:
+    def log_identity(self) -> LogIdentity:
+        """See `OutboxStore.log_identity`."""
+        with self._look() as look:
+            return LogIdentity(epoch=look.value("epoch"))
+
+    def raise_epoch(self, *, audit_id: int) -> int:
+        """See `OutboxStore.raise_epoch`. Positions go by `seq` alone, so they mean the same in every copy."""
+        with self._change() as tx:
+            tx.run("raise_epoch")
+            tx.count(audit_id, 1)
+            return int(tx.value("epoch"))
+
+    def read_log(
+        self,
+        *,
+        after: int,
+        until: int,
+        limit: int,
+        bytes_max: int,
+        reader: str | None = None,
+        base: int = 0,
+        proof: tuple[int, UUID] | None = None,
+    ) -> list[tuple[int, Event]]:
         """See `OutboxStore.read_log`."""
         with self._look() as look:
-            look.connection.execute("BEGIN")  # both statements see one moment
+            look.connection.execute("BEGIN")  # all statements see one moment
             try:
-                _, gone, _ = look.run("log_end").fetchone()
-                if gone > after:
-                    raise pruned(str(self._database.location), after, gone)
-                rows = list(within(look.run("read_log", after=after, until=until, limit=_positive(limit)), bytes_max))
+                self._check_log(look, after, reader, base, proof)
+                events = look.run("read_log", after=after, until=until, limit=_positive(limit))
+                rows = list(within(look, events, bytes_max))
             finally:
                 look.connection.execute("COMMIT")
         return [(row[9], event_of(row)) for row in rows]
+
+    def _check_log(
+        self, look: Session, after: int, reader: str | None, base: int, proof: tuple[int, UUID] | None
+    ) -> None:
+        _, pruned, _ = look.run("log_end").fetchone()
+        own, gone = look.one("reader_gaps", reader=reader) or (0, 0)
+        gap = pruned if pruned > max(after, own, base) else gone if gone > after else None
+        (found,) = (None,) if proof is None else look.one("event_at", seq=proof[0]) or (None,)
+        found = None if found is None else UUID(found)
+        place = str(self._database.location)
+        check_log(place, after=after, gap=gap, pruned_until=pruned, proof=proof, found=found)
 
     def verify(self) -> list[str]:
         """See `OutboxStore.verify`."""
@@ -619,33 +713,20 @@ def _failing(row: Row, now: int) -> FailingDestination:
     )
 
 
-def _stats(look: Session, control: Control) -> Stats:
-    now = look.value("now")
-    counted = look.named("stats", now=now)
-    keyed = look.named("keyed_waiting", now=now)
-    delayed, retrying = look.one("plain_waiting", now=now) or (0, 0)
-    pending = counted["ready"] + counted["ready_suspects"] + keyed["parked"]
-    delayed, retrying = delayed + keyed["delayed"], retrying + keyed["retrying"]
-    return Stats(
-        states={
-            State.PENDING: pending,
-            State.CLAIMED: counted["claimed"],
-            State.PUBLISHED: counted["total"] - pending - counted["claimed"] - counted["dead"],
-            State.DEAD: counted["dead"],
-        },
-        eligible=pending - keyed["held"] - retrying - delayed - keyed["blocked"],
-        held=keyed["held"],
-        retrying=retrying,
-        delayed=delayed,
-        blocked=keyed["blocked"],
-        suspect=counted["ready_suspects"] + keyed["parked_suspects"],
-        blocked_keys=counted["blocked_keys"],
-        oldest_pending=age(now, counted["oldest_pending"]),
-        oldest_claim=age(now, counted["oldest_claim"]),
-        expired_claims=counted["expired_claims"],
-        workers=counted["workers"],
-        paused=control.paused,
-    )
+def _workers(look: Session) -> list[Worker]:
+    return [
+        Worker(
+            worker_id=worker_id,
+            kind=kind,
+            host=host,
+            pid=pid,
+            started_at=time_of(started_at),
+            seen_at=time_of(seen_at),
+            silent_for=max(silent_for, 0) * MILLISECOND,
+            details=json.loads(details),
+        )
+        for worker_id, kind, host, pid, started_at, seen_at, details, silent_for in look.all("workers")
+    ]
 
 
 # --- what callers give ------------------------------------------------------------------------------------------------

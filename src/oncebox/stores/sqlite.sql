@@ -42,6 +42,16 @@ SELECT EXISTS (
         AND (available_at IS NULL OR available_at <= (SELECT now FROM oncebox_clock))
 );
 
+-- name: next_due
+-- In how many milliseconds the first event that waits is due, when none is ready; null: none waits. Suspects are few, and
+-- have no such index: they count as due.
+SELECT CASE WHEN EXISTS (
+    SELECT 1 FROM oncebox_delivery INDEXED BY oncebox_suspect WHERE turn IS NOT NULL AND batch_max IS NOT NULL) THEN 0
+ELSE (
+    SELECT available_at FROM oncebox_delivery INDEXED BY oncebox_ready
+    WHERE turn IS NOT NULL AND batch_max IS NULL AND available_at > (SELECT now FROM oncebox_clock)
+    ORDER BY available_at LIMIT 1) - (SELECT now FROM oncebox_clock) END;
+
 -- name: survey
 -- What decides the way of a claim: the batch_max of the suspect that has waited longest (one that has just brought its
 -- worker down waits behind the rest), and whether there is anything due, or anything with a key.
@@ -55,10 +65,11 @@ SELECT (
 ) OR EXISTS (SELECT 1 FROM oncebox_delivery INDEXED BY oncebox_lane WHERE lane IS NOT NULL);
 
 -- name: next_events
--- The short way, when nothing is suspect, due or ordered: the queue in its own order, each event read as it comes.
+-- The short way, when nothing is suspect, due or ordered: the queue in its own order, each event read as it comes. A large
+-- payload is left out: SQLite knows its length without reading it, and `within` reads those that fit.
 SELECT
-    event.event_id, event.event_type, event.payload, event.created_at, event.content_type, event.ordering_key,
-    event.partition_key, event.headers, event.metadata, event.seq,
+    event.event_id, event.event_type, CASE WHEN length(event.payload) <= 65536 THEN event.payload END, event.created_at,
+    event.content_type, event.ordering_key, event.partition_key, event.headers, event.metadata, event.seq,
     delivery.attempts + 1, delivery.failures, delivery.replays
 FROM oncebox_delivery AS delivery INDEXED BY oncebox_ready CROSS JOIN oncebox_event AS event
 WHERE delivery.turn IS NOT NULL AND delivery.batch_max IS NULL AND delivery.available_at IS NULL
@@ -111,11 +122,17 @@ SELECT seq FROM line;
 -- name: events
 -- These events in the order of the list, read as they come: a claim with a limit of bytes stops in the middle.
 SELECT
-    event.event_id, event.event_type, event.payload, event.created_at, event.content_type, event.ordering_key,
-    event.partition_key, event.headers, event.metadata, event.seq,
+    event.event_id, event.event_type, CASE WHEN length(event.payload) <= 65536 THEN event.payload END, event.created_at,
+    event.content_type, event.ordering_key, event.partition_key, event.headers, event.metadata, event.seq,
     delivery.attempts + 1, delivery.failures, delivery.replays
 FROM json_each(:seqs) AS listed CROSS JOIN oncebox_event AS event CROSS JOIN oncebox_delivery AS delivery
 WHERE event.seq = listed.value AND delivery.seq = event.seq;
+
+-- name: payload_size
+SELECT length(payload) FROM oncebox_event WHERE seq = :seq;
+
+-- name: payload
+SELECT payload FROM oncebox_event WHERE seq = :seq;
 
 -- name: make_claim
 INSERT INTO oncebox_claim (
@@ -254,10 +271,12 @@ WHERE seq IN (SELECT value FROM json_each(:seqs)) AND claim_id = :claim_id;
 
 -- name: record
 -- `find`, to which the conditions that were given are added. Led by the narrow rows: a search for a state reads no
--- payload that it does not return.
+-- payload that it does not return. `{carried}`: whether what the events carry is to be read.
 SELECT
-    event.event_id, event.event_type, event.payload, event.created_at, event.content_type, event.ordering_key,
-    event.partition_key, event.headers, event.metadata, event.seq,
+    event.event_id, event.event_type,
+    CASE WHEN NOT {carried} THEN x'' WHEN length(event.payload) <= 65536 THEN event.payload END, event.created_at,
+    event.content_type, event.ordering_key, event.partition_key, CASE WHEN {carried} THEN event.headers END,
+    CASE WHEN {carried} THEN event.metadata END, event.seq,
     delivery.state, delivery.since, delivery.attempts, delivery.failures, delivery.replays, delivery.last_error,
     delivery.available_at, claim.claimed_at, claim.claimed_by, claim.locked_until, claim.token
 FROM oncebox_delivery AS delivery JOIN oncebox_event AS event ON event.seq = delivery.seq
@@ -360,26 +379,75 @@ AND delivery.seq > :after ORDER BY delivery.seq LIMIT :limit
 AND delivery.seq < :after ORDER BY delivery.seq DESC LIMIT :limit
 
 -- name: stats
--- Counted where the rows are few; what is left of the total is PUBLISHED. `total` walks pages, not rows.
+-- Counted where the rows are few, and no further than one above :limit. `low` and `high`: between them lie all seqs.
 SELECT
-    (SELECT count(*) FROM oncebox_delivery) AS total,
-    (SELECT count(*) FROM oncebox_delivery WHERE turn IS NOT NULL AND batch_max IS NULL) AS ready,
-    (SELECT count(*) FROM oncebox_delivery WHERE turn IS NOT NULL AND batch_max IS NOT NULL) AS ready_suspects,
+    (SELECT min(seq) FROM oncebox_delivery) AS low,
+    (SELECT max(seq) FROM oncebox_delivery) AS high,
+    (SELECT count(*) FROM (
+        SELECT 1 FROM oncebox_delivery WHERE turn IS NOT NULL AND batch_max IS NULL LIMIT :limit + 1)) AS ready,
+    (SELECT count(*) FROM (
+        SELECT 1 FROM oncebox_delivery WHERE turn IS NOT NULL AND batch_max IS NOT NULL LIMIT :limit + 1)) AS ready_suspects,
+    (SELECT count(*) FROM (
+        SELECT 1 FROM oncebox_delivery INDEXED BY oncebox_lane WHERE lane IS NOT NULL LIMIT :limit + 1)) AS laned,
     (SELECT count(*) FROM oncebox_claim AS claim, json_each(claim.seqs) AS held CROSS JOIN oncebox_delivery AS delivery
         WHERE delivery.seq = held.value AND delivery.claim_id = claim.claim_id) AS claimed,
-    (SELECT count(*) FROM oncebox_delivery WHERE state = 'DEAD') AS dead,
-    (SELECT count(DISTINCT lane) FROM oncebox_delivery WHERE state = 'DEAD' AND lane IS NOT NULL) AS blocked_keys,
-    (SELECT created_at FROM oncebox_event WHERE seq = min(
-        coalesce((SELECT min(seq) FROM oncebox_delivery
-            WHERE turn IS NOT NULL AND batch_max IS NULL AND available_at IS NULL), 9223372036854775807),
-        coalesce((SELECT min(seq) FROM oncebox_delivery
-            WHERE turn IS NOT NULL AND batch_max IS NULL AND available_at <= :now), 9223372036854775807),
-        coalesce((SELECT min(seq) FROM oncebox_delivery
-            WHERE turn IS NOT NULL AND batch_max IS NOT NULL AND (available_at IS NULL OR available_at <= :now)),
-            9223372036854775807))) AS oldest_pending,
+    (SELECT count(*) FROM (SELECT 1 FROM oncebox_delivery WHERE state = 'DEAD' LIMIT :limit + 1)) AS dead,
+    (SELECT count(DISTINCT lane) FROM (
+        SELECT lane FROM oncebox_delivery WHERE state = 'DEAD' LIMIT :limit + 1)) AS blocked_keys,
+    (SELECT created_at FROM oncebox_event WHERE seq = (SELECT min(seq) FROM (
+        SELECT seq FROM (SELECT seq FROM oncebox_delivery INDEXED BY oncebox_ready
+            WHERE turn IS NOT NULL AND batch_max IS NULL AND available_at IS NULL ORDER BY turn LIMIT :limit)
+        UNION ALL
+        SELECT seq FROM (SELECT seq FROM oncebox_delivery INDEXED BY oncebox_ready
+            WHERE turn IS NOT NULL AND batch_max IS NULL AND available_at <= :now ORDER BY available_at LIMIT :limit)
+        UNION ALL
+        SELECT seq FROM (SELECT seq FROM oncebox_delivery INDEXED BY oncebox_suspect
+            WHERE turn IS NOT NULL AND batch_max IS NOT NULL AND (available_at IS NULL OR available_at <= :now)
+            ORDER BY turn LIMIT :limit)))) AS oldest_pending,
     (SELECT min(claimed_at) FROM oncebox_claim) AS oldest_claim,
     (SELECT count(*) FROM oncebox_claim WHERE locked_until <= :now) AS expired_claims,
     (SELECT count(*) FROM oncebox_worker) AS workers;
+
+-- name: total
+-- It walks pages, not rows.
+SELECT count(*) FROM oncebox_delivery;
+
+-- name: published
+SELECT count(*) FROM (SELECT 1 FROM oncebox_delivery WHERE state = 'PUBLISHED' LIMIT :limit + 1);
+
+-- name: probes
+-- A sample of all rows: :width seqs at each of :probes places, :step apart, from :low on.
+WITH RECURSIVE probe (number, start) AS (
+    SELECT 1, :low
+    UNION ALL
+    SELECT number + 1, start + :step FROM probe WHERE number < :probes
+)
+SELECT count(*) AS total, coalesce(sum(state = 'PUBLISHED'), 0) AS published, coalesce(sum(state = 'DEAD'), 0) AS dead,
+    coalesce(sum(state = 'PENDING' AND lane IS NOT NULL), 0) AS keyed,
+    coalesce(sum(state = 'PENDING' AND lane IS NULL), 0) AS plain,
+    coalesce(sum(state = 'PENDING' AND lane IS NULL AND batch_max IS NOT NULL), 0) AS suspect,
+    coalesce(sum(state = 'PENDING' AND lane IS NULL AND attempts = 0 AND available_at > :now), 0) AS delayed,
+    coalesce(sum(state = 'PENDING' AND lane IS NULL AND attempts > 0 AND available_at > :now), 0) AS retrying
+FROM probe CROSS JOIN oncebox_delivery WHERE seq >= probe.start AND seq < probe.start + :width;
+
+-- name: probed_lanes
+-- The lanes of such a sample.
+WITH RECURSIVE probe (number, start) AS (
+    SELECT 1, :low
+    UNION ALL
+    SELECT number + 1, start + :step FROM probe WHERE number < :probes
+)
+SELECT DISTINCT lane FROM probe CROSS JOIN oncebox_delivery
+WHERE seq >= probe.start AND seq < probe.start + :width AND state = 'PENDING' AND lane IS NOT NULL ORDER BY lane;
+
+-- name: any_retrying
+SELECT EXISTS (
+    SELECT 1 FROM oncebox_delivery INDEXED BY oncebox_ready
+    WHERE turn IS NOT NULL AND batch_max IS NULL AND available_at > :now AND attempts > 0
+) OR EXISTS (
+    SELECT 1 FROM oncebox_delivery INDEXED BY oncebox_suspect
+    WHERE turn IS NOT NULL AND batch_max IS NOT NULL AND available_at > :now AND attempts > 0
+);
 
 -- name: plain_waiting
 -- Events without a key that are not due: how many were never tried, how many were.
@@ -392,12 +460,14 @@ SELECT coalesce(sum(attempts = 0), 0), coalesce(sum(attempts > 0), 0) FROM (
 ) WHERE lane IS NULL;
 
 -- name: keyed_waiting
--- Events with a key, in one walk along the lanes: how many stand behind another one, how many of those are suspect; and of
--- all, how many are held back by what. The longest reason counts: a DEAD event before it, then a delayed one, a retrying
--- one, a CLAIMED one of its key.
+-- Events with a key, in one walk along the lanes, or some of them (see `some_lines`): how many stand behind another one, and of all, how many
+-- are suspect, and how many are held back by what. The longest reason counts: a DEAD event before it, then a delayed one,
+-- a retrying one, a CLAIMED one of its key.
 SELECT
+    count(*) AS looked,
     coalesce(sum(turn IS NULL), 0) AS parked,
-    coalesce(sum(turn IS NULL AND batch_max IS NOT NULL), 0) AS parked_suspects,
+    coalesce(sum(batch_max IS NOT NULL), 0) AS suspect,
+    coalesce(sum(turn IS NOT NULL AND batch_max IS NOT NULL), 0) AS head_suspects,
     coalesce(sum(dead), 0) AS blocked,
     coalesce(sum(NOT dead AND delayed), 0) AS delayed,
     coalesce(sum(NOT dead AND NOT delayed AND retrying), 0) AS retrying,
@@ -408,9 +478,16 @@ FROM (
         max(state = 'DEAD') OVER line AS dead,
         max(state = 'PENDING' AND attempts = 0 AND available_at IS NOT NULL AND available_at > :now) OVER line AS delayed,
         max(state = 'PENDING' AND attempts > 0 AND available_at IS NOT NULL AND available_at > :now) OVER line AS retrying
-    FROM oncebox_delivery INDEXED BY oncebox_lane WHERE lane IS NOT NULL
+    FROM {lines}
     WINDOW line AS (PARTITION BY lane ORDER BY seq)
 ) WHERE state = 'PENDING';
+
+-- name: all_lines
+oncebox_delivery INDEXED BY oncebox_lane WHERE lane IS NOT NULL
+
+-- name: some_lines
+-- Whole lanes, from one of the sample on; the last may end early, which hides nothing that stands before its rows.
+(SELECT * FROM oncebox_delivery INDEXED BY oncebox_lane WHERE lane >= :first ORDER BY lane, seq LIMIT :room)
 
 -- name: begin_audit
 INSERT INTO oncebox_audit (at, who, action, why, what, affected) VALUES (:now, :who, :action, :why, :what, :affected);
@@ -466,7 +543,15 @@ UPDATE oncebox_delivery SET lane = NULL WHERE lane = :ordering_key AND state = '
 SELECT seq FROM oncebox_delivery
 WHERE (state = 'PUBLISHED' AND since <= :published_until OR state = 'DEAD' AND since <= :dead_until AND lane IS NULL)
     AND seq <= (SELECT coalesce(min(position), 9223372036854775807) FROM oncebox_reader)
+    AND seq > :after AND seq <= :page_end
 ORDER BY seq LIMIT :limit;
+
+-- name: prune_page
+-- How many events a step of prune looks at, and the last of them: what is too young costs no step more than this.
+SELECT count(*), max(seq) FROM (
+    SELECT seq FROM oncebox_delivery
+    WHERE seq > :after AND seq <= (SELECT coalesce(min(position), 9223372036854775807) FROM oncebox_reader)
+    ORDER BY seq LIMIT :look_max);
 
 -- name: count_prunable
 SELECT count(*) FROM oncebox_delivery
@@ -500,6 +585,20 @@ DELETE FROM oncebox_worker WHERE worker_id = :worker_id;
 -- name: workers
 SELECT worker_id, kind, host, pid, started_at, seen_at, details, now - seen_at
 FROM oncebox_worker CROSS JOIN oncebox_clock ORDER BY seen_at, worker_id;
+
+-- name: control_snapshot
+-- Asked by every worker, so what it costs must not grow with them: each part walks an index of few rows, and ends at the first
+-- that answers. The rules are those of `snapshot_of`; '/' follows '.', so the range holds the ids under which a relay signs on.
+WITH mine AS (
+    SELECT details FROM oncebox_worker
+    WHERE kind = 'relay' AND worker_id >= :relay AND worker_id < :relay || '/'
+        AND (worker_id = :relay OR substr(worker_id, 1, length(:relay) + 1) = :relay || '.'
+            AND instr(substr(worker_id, length(:relay) + 1), '/') = 0))
+SELECT (SELECT json_group_object(name, json(value)) FROM oncebox_setting), :relay IS NULL OR EXISTS (SELECT 1 FROM mine),
+    EXISTS (SELECT 1 FROM mine WHERE json_type(details, '$.stopping') = 'true'), EXISTS (
+        SELECT 1 FROM oncebox_worker CROSS JOIN oncebox_clock
+        WHERE kind = 'reaper' AND max(now - seen_at, 0) < 1000 + 3000 * CASE
+            WHEN json_type(details, '$.interval') IN ('integer', 'real') THEN json_extract(details, '$.interval') ELSE 10 END);
 
 -- name: waiting_for
 -- How many PENDING events are of these types, among the first :limit that the indexes of what is not done yield, and
@@ -544,8 +643,30 @@ FROM oncebox_destination WHERE expires_at > :now ORDER BY failing_since, relay, 
 SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'oncebox_event'), 0);
 
 -- name: set_reader
-INSERT INTO oncebox_reader (name, position) VALUES (:name, :position)
-ON CONFLICT (name) DO UPDATE SET position = excluded.position;
+INSERT INTO oncebox_reader (name, position, kept) VALUES (:name, :position, :kept)
+ON CONFLICT (name) DO UPDATE SET position = excluded.position, kept = excluded.kept;
+
+-- name: register_reader
+INSERT INTO oncebox_reader (name, position, kept, base)
+SELECT :name, 0, :last_read, CASE WHEN :last_read IS NULL THEN pruned ELSE 0 END FROM oncebox_log WHERE true
+ON CONFLICT (name) DO UPDATE SET
+    kept = coalesce(kept, excluded.kept),
+    position = CASE WHEN kept IS NULL AND position = :last_read THEN max(0, position - 1) ELSE position END,
+    base = CASE WHEN :last_read IS NULL AND position = 0 AND coalesce(kept, 0) = 0 THEN excluded.base ELSE base END,
+    gone = CASE WHEN :last_read IS NULL AND position = 0 AND coalesce(kept, 0) = 0 THEN 0 ELSE gone END;
+
+-- name: reader_gaps
+-- What of the log was pruned before this reader was registered, and below that since then.
+SELECT base, gone FROM oncebox_reader WHERE name = :reader;
+
+-- name: event_at
+SELECT event_id FROM oncebox_event WHERE seq = :seq;
+
+-- name: epoch
+SELECT epoch FROM oncebox_log;
+
+-- name: raise_epoch
+UPDATE oncebox_log SET epoch = epoch + 1;
 
 -- name: forget_reader
 DELETE FROM oncebox_reader WHERE name = :name;
@@ -554,9 +675,10 @@ DELETE FROM oncebox_reader WHERE name = :name;
 SELECT name, position FROM oncebox_reader ORDER BY name;
 
 -- name: passed_by
--- A position is the last seq that the reader has passed; what of that was pruned is not counted.
-SELECT (SELECT count(*) FROM oncebox_event WHERE seq > :after AND seq <= reader.position), reader.position
-FROM oncebox_reader AS reader WHERE reader.name = :name AND reader.position > :after;
+-- The last seq that the reader has passed is its position, or what it keeps; what of that was pruned is not counted.
+SELECT (SELECT count(*) FROM oncebox_event WHERE seq > :after AND seq <= reader.passed), reader.passed
+FROM (SELECT name, max(position, coalesce(kept, 0)) AS passed FROM oncebox_reader) AS reader
+WHERE reader.name = :name AND reader.passed > :after;
 
 -- name: log_end
 -- One writer at a time: what has a seq is committed in the order of seq, and nothing comes below it.
@@ -564,7 +686,8 @@ SELECT mark, pruned, coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'onc
 
 -- name: read_log
 SELECT
-    event_id, event_type, payload, created_at, content_type, ordering_key, partition_key, headers, metadata, seq
+    event.event_id, event.event_type, CASE WHEN length(event.payload) <= 65536 THEN event.payload END, event.created_at,
+    event.content_type, event.ordering_key, event.partition_key, event.headers, event.metadata, event.seq
 FROM oncebox_event AS event WHERE seq > :after AND seq <= :until ORDER BY event.seq LIMIT :limit;
 
 -- name: verify

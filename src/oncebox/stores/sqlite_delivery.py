@@ -11,8 +11,8 @@ from uuid import UUID
 from ..config import Budget
 from ..event import NOTHING, Claim, Dead, Event, Published, Released, Retry, Verdict
 from .base import LEASE_RENEWALS, SUSPECT_DIVISOR, Reaped, storable_error
-from .sqlite_file import Row, Transaction
-from .sqlite_rows import MILLISECOND, milliseconds, time_of, uuid_of
+from .sqlite_file import Row, Session, Transaction
+from .sqlite_rows import MILLISECOND, milliseconds, time_of, utf8_length, uuid_of
 
 KEY_SHARE: Final = 8  # one key gets an eighth of a claim, as long as others wait
 SEQ = itemgetter(9)  # where a row that starts with an event has its `seq`
@@ -48,14 +48,24 @@ def choose(tx: Transaction, limit: int, batch_max: int | None) -> list[int]:
     return [seq for (seq,) in line]
 
 
-def within(events: Iterable[Row], bytes_max: int) -> Iterator[Row]:
-    """As many of these as `bytes_max` allows, and always the first."""
-    total = 0
-    for place, row in enumerate(events):
-        total += len(row[2])
-        if place and total > bytes_max:
+def within(session: Session, events: Iterable[Row], bytes_max: int | None) -> Iterator[Row]:
+    """As many of these as `bytes_max` allows, and always the first.
+
+    Payload, headers and metadata count. The statements leave large payloads out: those that fit are read here.
+    """
+    left = float("inf") if bytes_max is None else bytes_max
+    first = True
+    for row in events:
+        payload, headers, metadata = row[2], row[7], row[8]
+        left -= session.value("payload_size", seq=row[9]) if payload is None else len(payload)
+        if headers is not None:
+            left -= utf8_length(headers)
+        if metadata is not None:
+            left -= utf8_length(metadata)
+        if left < 0 and not first:
             return
-        yield row
+        first = False
+        yield row if payload is not None else (*row[:2], session.value("payload", seq=row[9]), *row[3:])
 
 
 def hold(tx: Transaction, seqs: list[int], lock: Lock) -> None:

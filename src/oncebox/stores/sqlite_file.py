@@ -27,13 +27,14 @@ BUSY_TIMEOUT: Final = timedelta(seconds=30)
 BUSY_TIMEOUT_MAX: Final = timedelta(hours=1)
 SQL = sql.blocks("sqlite.sql")
 TRIED_BYTES: Final = 65_536  # that `try_write` writes
+QUIET_MAX: Final = 1.0  # seconds until a file that nobody writes is looked at all the same: its clock may jump
 NEVER = -1  # a time that no row has
 _ADVICE: Mapping[int, tuple[type[StoreError], str]] = {
     sqlite3.SQLITE_BUSY: (StoreUnavailable, "others write for longer than busy_timeout; try again, or raise it"),
     sqlite3.SQLITE_LOCKED: (StoreUnavailable, "others write for longer than busy_timeout; try again, or raise it"),
     sqlite3.SQLITE_CANTOPEN: (StoreUnavailable, "can't be opened; its directory must exist and be writable"),
     sqlite3.SQLITE_FULL: (StoreUnavailable, "the disk is full; make room, and try again"),
-    sqlite3.SQLITE_IOERR: (StoreUnavailable, "the disk can't be read or written; look into the system's log"),
+    sqlite3.SQLITE_IOERR: (StoreUnavailable, "the disk fails or is full: make room, or look into the system's log"),
     sqlite3.SQLITE_READONLY: (StoreError, "may only be read; let this user write the file and its directory"),
     sqlite3.SQLITE_PERM: (StoreError, "may not be opened; let this user write the file and its directory"),
     sqlite3.SQLITE_NOTADB: (StoreError, "is no SQLite database; correct the path in the URL"),
@@ -163,6 +164,23 @@ class Transaction(Session):
             raise InvalidSetting(f"there is no audit entry {audit_id}; call begin_audit first")
 
 
+class Quiet:
+    """Whether nothing is eligible, as nothing was, nobody has committed since, and nothing has become due."""
+
+    def __init__(self) -> None:
+        self._commits: tuple[int, int] | None = None
+        self._ends = 0.0
+
+    def begin(self, commits: tuple[int, int], due: int | None) -> None:
+        """Nothing was eligible after these commits, and will not be for `due` milliseconds."""
+        self._commits = commits
+        self._ends = clock.monotonic() + min(QUIET_MAX, QUIET_MAX if due is None else due / 1000)
+
+    def lasts(self, commits: tuple[int, int]) -> bool:
+        """Whether it still holds."""
+        return commits == self._commits and clock.monotonic() < self._ends
+
+
 class Database:
     """One file: its connections, its transactions, and its errors in our words.
 
@@ -173,6 +191,7 @@ class Database:
     def __init__(self, location: Location) -> None:
         self.location = location
         self._closed = False
+        self._changes = 0
         self._start()
 
     def _start(self) -> None:
@@ -207,9 +226,15 @@ class Database:
             try:
                 yield Transaction(connection)
                 connection.execute("COMMIT")
+                self._changes += 1
             finally:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
+
+    def commits(self, peek: Session) -> tuple[int, int]:
+        """Differs from what it was as soon as anybody has committed: others, and this object. It reads no table."""
+        (others,) = peek.connection.execute("PRAGMA data_version").fetchone()
+        return others, self._changes
 
     @contextmanager
     def _connection(self, mode: str, *, create: bool = False) -> Iterator[sqlite3.Connection]:

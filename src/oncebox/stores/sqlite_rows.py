@@ -7,7 +7,7 @@ from typing import Any
 from uuid import UUID, SafeUUID
 
 from ..errors import InvalidEvent, InvalidSetting
-from ..event import NOTHING, Event, NewEvent, Record, State
+from ..event import NOTHING, Event, NewEvent, Record, State, json_text
 from .base import Receipt
 from .sqlite_file import Row
 
@@ -93,7 +93,7 @@ def _json_text(field_name: str, value: Mapping[str, Any]) -> str | None:
     if not value:
         return None
     try:
-        return json.dumps(value, allow_nan=False)
+        return json_text(dict(value))
     except (TypeError, ValueError) as error:
         raise InvalidEvent(field_name, f"can't be written as JSON: {error}") from error
 
@@ -107,6 +107,10 @@ def uuid_of(text: str) -> UUID:
     _set(new, "int", int(text.replace("-", ""), 16))
     _set(new, "is_safe", _UNKNOWN)
     return new
+
+
+def utf8_length(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def json_texts(values: Iterable[object]) -> str:

@@ -26,6 +26,7 @@ from .log import LogConformance
 from .model import ModelConformance
 from .operations import OperationsConformance
 from .ordering import OrderingConformance
+from .places import PlacesConformance
 from .processes import ProcessesConformance
 from .schema import SchemaConformance
 from .server import ServerConformance
@@ -47,6 +48,7 @@ class StoreCore(
     OperationsConformance,
     CountsConformance,
     ControlConformance,
+    PlacesConformance,
     DestinationsConformance,
     LogConformance,
     TamperingConformance,

@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import pairwise
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -146,6 +147,19 @@ class ClaimsConformance(Conformance):
             given.publish(store, some)
         assert sorted(len(one.event.payload) for one in delivered) == sorted(sizes)
         return delivered
+
+    @requirement("LR-041")
+    @pytest.mark.parametrize("key", [None, "k"], ids=["unordered", "ordered"])
+    @pytest.mark.parametrize("carried", [{"headers": {"h": "é" * 150}}, {"metadata": {"m": "ü" * 150}}], ids=["h", "m"])
+    def test_headers_and_metadata_count_in_the_bytes_of_a_claim(
+        self, store: OutboxStore, key: str | None, carried: dict[str, Any]
+    ) -> None:
+        given.append(store, 7, payload=b"x" * 100, ordering_key=key, **carried)
+        sizes = []
+        while some := given.claim(store, bytes_max=1_000):  # 100 and a little more than 300 each
+            sizes.append(len(some))
+            given.publish(store, some)
+        assert sizes == [2, 2, 2, 1]
 
     @requirement("LR-041")
     @pytest.mark.parametrize("key", [None, "k"], ids=["unordered", "ordered"])

@@ -7,15 +7,28 @@ from datetime import timedelta
 import pytest
 
 from ...config import Control
-from ...errors import InvalidSetting
+from ...errors import ForbiddenWrite, InvalidSetting
 from ...event import State
 from ...stores.base import OutboxStore, Worker
+from ...stores.living import ControlSnapshot, snapshot_of
 from . import given
 from .base import Conformance
 
 requirement = pytest.mark.requirement
 
 ROUNDS = 20
+ODD_INTERVALS: tuple[object, ...] = (None, "soon", [], 1e15, 0.001, 30)  # some of them of another version
+RELAY_IDS = (
+    "relay/1-2",
+    "relay/12",
+    "relay-2",
+    "relay",
+    "relay.2",
+    "relay/1",
+    "relay/1.2",
+    "relay/1.2.x",
+    "relay/1.x/3",
+)
 
 
 def worker(name: str, **fields: object) -> Worker:
@@ -35,7 +48,7 @@ class ControlConformance(Conformance):
         [
             Control(paused=True),
             Control(on_dead="skip"),
-            Control(lease=timedelta(seconds=1.25), claim_max=7, rate_max=0.5),
+            Control(lease=timedelta(seconds=1.25), claim_max=7, rate_max=0.5, workers_max=4),
             Control(paused=True, on_dead="skip", lease=timedelta(minutes=2), claim_max=1, rate_max=1_000.0),
         ],
     )
@@ -68,7 +81,8 @@ class ControlConformance(Conformance):
 
     @requirement("LR-002")
     @pytest.mark.parametrize(
-        "changes", [{"claim_max": 0}, {"on_dead": "wait"}, {"speed": 3}, {"paused": True, "rate_max": -1}]
+        "changes",
+        [{"claim_max": 0}, {"on_dead": "wait"}, {"speed": 3}, {"workers_max": 0}, {"paused": True, "rate_max": -1}],
     )
     def test_a_change_that_is_wrong_changes_nothing(self, store: OutboxStore, changes: dict[str, object]) -> None:
         store.change_control({"paused": False, "claim_max": 3}, audit_id=given.audited(store))
@@ -167,6 +181,40 @@ class ControlConformance(Conformance):
         assert store.renew(worker="stranger", tokens=[claimed.token], lease=given.LEASE) == frozenset()
         assert store.workers() == []
 
+    @requirement("LR-020")
+    def test_one_look_says_what_all_rows_say(self, store: OutboxStore) -> None:
+        def looks(relay: str | None) -> ControlSnapshot:
+            found = store.control_snapshot(relay)
+            assert found == snapshot_of(store.control(), store.workers(), relay)
+            return found
+
+        assert looks("relay/1") == ControlSnapshot(relay=False, reaper=False)
+        assert looks(None) == ControlSnapshot(reaper=False)
+        audit_id = store.begin_audit(who="test", action="settings", why=None, what={})
+        store.change_control({"paused": True, "lease": given.LEASE, "rate_max": 2.5}, audit_id=audit_id)
+        assert looks(None).control == store.control()
+        for number, name in enumerate(RELAY_IDS):
+            store.sign_on(worker(name, details={"stopping": number % 2 == 0}))
+            store.sign_on(worker(f"worker of {name}", kind="worker", details={"stopping": True}))
+            for asked in ("relay", "relay-2", "relay/1", "relay/12", "relay/1.x/3"):
+                looks(asked)
+        assert [name for name in ("relay", "relay/1", "relay/12") if looks(name).stopping] == ["relay", "relay/1"]
+        assert not looks("nothing").relay
+
+    @requirement("LR-020")
+    def test_a_reaper_is_alive_for_three_of_its_intervals(self, store: OutboxStore) -> None:
+        """Those of 1 ms fall silent after a second; then only the one that says 30 s is alive."""
+        store.sign_on(worker("odd", kind="reaper", details={"interval": 0.001}))
+        assert store.control_snapshot(None).reaper
+        given.eventually(lambda: not store.control_snapshot(None).reaper)
+        assert not snapshot_of(store.control(), store.workers(), None).reaper
+        store.sign_on(worker("worker", kind="worker", details={"interval": 30}))
+        assert not store.control_snapshot(None).reaper
+        for number, interval in enumerate(ODD_INTERVALS):
+            store.sign_off(f"reaper-{number - 1}")
+            store.sign_on(worker(f"reaper-{number}", kind="reaper", details={"interval": interval}))
+            assert store.control_snapshot(None).reaper
+
     @requirement("SC-02")
     def test_readers_are_kept_with_their_positions(self, store: OutboxStore) -> None:
         first = store.set_reader("a")
@@ -174,8 +222,21 @@ class ControlConformance(Conformance):
         second = store.set_reader("b")
         assert dict(store.readers()) == {"a": first, "b": second}
         assert first != second
-        assert store.set_reader("b", first) == first
-        assert dict(store.readers()) == {"a": first, "b": first}
+        assert store.set_reader("a", second) == second
+        assert dict(store.readers()) == {"a": second, "b": second}
+
+    @requirement("SC-02")
+    def test_a_reader_moves_forward_or_to_the_very_beginning(self, store: OutboxStore) -> None:
+        given.append(store, 3)
+        first = store.set_reader("a")
+        given.append(store, 3)
+        second = store.set_reader("a")
+        with pytest.raises(ForbiddenWrite):
+            store.set_reader("a", first)
+        assert dict(store.readers()) == {"a": second}
+        nothing = store.set_reader("a", "")
+        assert dict(store.readers()) == {"a": nothing}
+        assert store.set_reader("a", first) == first
 
     @requirement("SC-02")
     def test_a_reader_that_is_not_known_cannot_be_forgotten(self, store: OutboxStore) -> None:

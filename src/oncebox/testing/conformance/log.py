@@ -3,11 +3,13 @@
 import threading
 from collections.abc import Iterator
 from datetime import datetime, timedelta
+from functools import partial
+from typing import Any
 from uuid import UUID
 
 import pytest
 
-from ...errors import PositionGone
+from ...errors import ContinuityLost, PositionGone
 from ...event import Event, State
 from ...stores.base import Extent, Horizon, OutboxStore
 from . import given
@@ -89,6 +91,15 @@ class LogConformance(Conformance):
             after = page[-1][0]
         assert pages == [[0], [1, 2, 3], [4], [5, 6]]
 
+    def test_headers_and_metadata_count_in_the_bytes_of_a_page(self, store: OutboxStore) -> None:
+        carried: list[dict[str, Any]] = [{}, {"headers": {"h": "x" * 50}}, {"metadata": {"m": "x" * 50}}, {}, {}]
+        written = [given.append_one(store, payload=b"x" * 10, **one) for one in carried]
+        until, after, pages = horizon(store), 0, []
+        while page := store.read_log(after=after, until=until, limit=100, bytes_max=85):
+            pages.append([written.index(one) for one in ids(page)])
+            after = page[-1][0]
+        assert pages == [[0, 1], [2, 3], [4]]
+
     def test_what_commits_late_is_not_skipped(self, store: OutboxStore, url: str) -> None:
         """Writers of large and small transactions at once; a reader that follows them close behind."""
         written: list[UUID] = []
@@ -143,6 +154,82 @@ class LogConformance(Conformance):
         pruned(store, 3)
         assert given.prune(store, published=NOW, dead=NOW) == 0
         assert end.last == store.log_end().pruned
+
+    @requirement("SC-02")
+    def test_retention_keeps_the_last_event_that_a_reader_has_read(self, store: OutboxStore) -> None:
+        given.published(store, 4)
+        store.register_reader("stream", last_read=None)
+        found, end = read(store), store.log_end()
+        assert given.prune(store, published=NOW, dead=NOW) == 0
+        store.set_reader("stream", end.passed, kept=found[2][0])
+        pruned(store, 2)
+        assert given.prune(store, published=NOW, dead=NOW) == 0
+        assert read(store, after=found[1][0]) == found[2:]
+        assert store.passed_by("stream", after=found[1][0]) is not None
+
+    @requirement("SC-02")
+    def test_a_log_that_has_not_the_event_that_was_read_last_is_not_read_on(self, store: OutboxStore) -> None:
+        given.published(store, 3)
+        (first, event), (second, _), _ = read(store)
+        asked = partial(store.read_log, until=horizon(store), limit=10, bytes_max=BYTES_MAX)
+        assert len(asked(after=first, proof=(first, event.event_id))) == 2
+        with pytest.raises(ContinuityLost, match="was read at seq"):
+            asked(after=second, proof=(second, event.event_id))
+        with pytest.raises(ContinuityLost, match="no event has it"):
+            asked(after=second + 100, proof=(second + 100, event.event_id))
+        pruned(store, 3)
+        with pytest.raises(PositionGone, match="pruned") as stop:
+            asked(after=store.log_end().pruned, proof=(first, event.event_id))
+        assert not isinstance(stop.value, ContinuityLost)
+
+    @requirement("SC-02")
+    def test_what_was_pruned_before_a_reader_was_new_is_no_gap_for_it(self, store: OutboxStore) -> None:
+        (dead,) = given.dead(store, 1)
+        given.published(store, 3)
+        pruned(store, 3)
+        (last,) = given.append(store, 1)
+        store.register_reader("stream", last_read=None)
+        asked = partial(store.read_log, until=horizon(store), limit=10, bytes_max=BYTES_MAX)
+        found = asked(after=0, reader="stream")
+        assert ids(found) == [dead, last]
+        store.register_reader("stream", last_read=found[0][0])
+        assert asked(after=found[0][0], reader="stream") == found[1:]
+        assert asked(after=0, base=store.log_end().pruned) == found
+        store.register_reader("late", last_read=0)
+        with pytest.raises(PositionGone):
+            asked(after=0, reader="late")
+        store.forget_reader("late")
+        store.set_reader("stream")
+        assert given.eventually(lambda: given.prune(store, published=None, dead=NOW)) == 1
+        with pytest.raises(PositionGone):
+            asked(after=0, reader="stream")
+        assert asked(after=found[0][0], reader="stream") == found[1:]
+
+    def test_a_step_of_prune_begins_above_the_one_before_and_says_when_it_was_the_last(
+        self, store: OutboxStore
+    ) -> None:
+        written = given.published(store, 6)
+        given.append(store, 1)
+        seqs = [seq for seq, _ in read(store)]
+        audit_id = given.audited(store)
+        step = partial(store.prune, dead_after=NOW, audit_id=audit_id)
+        given.eventually(lambda: store.count_prunable(published_after=NOW, dead_after=None) == len(written))
+        first = step(published_after=NOW, limit=2, after=seqs[1])
+        assert (first.count, first.last_seq, first.done) == (2, seqs[3], False)
+        young = step(published_after=timedelta(days=1), limit=1, after=0, look_max=1)
+        assert (young.count, young.done) == (0, False)
+        assert young.last_seq >= seqs[0]
+        last = step(published_after=NOW, limit=10, after=first.last_seq)
+        assert (last.count, last.done) == (2, True)
+        assert [seq for seq, _ in store.read_log(after=0, until=seqs[1], limit=9, bytes_max=BYTES_MAX, base=seqs[5])]
+
+    def test_an_epoch_is_raised_by_one_and_shown(self, store: OutboxStore) -> None:
+        before = store.log_identity()
+        assert store.raise_epoch(audit_id=given.audited(store)) == before.epoch + 1
+        after = store.log_identity()
+        assert (after.system, after.epoch) == (before.system, before.epoch + 1)
+        assert f"epoch {after.epoch}" in str(after)
+        assert store.audit(limit=1)[0].affected == 1
 
     def test_what_a_reader_has_passed_above_a_place_is_known(self, store: OutboxStore) -> None:
         given.published(store, 5)

@@ -7,7 +7,20 @@ import pytest
 
 from ... import clock
 from ...errors import DuplicateEvent
-from ...event import CONTENT_TYPE_MAX, EVENT_TYPE_MAX, KEY_MAX, Dead, NewEvent, Published, Released, Retry, State
+from ...event import (
+    CONTENT_TYPE_MAX,
+    EVENT_TYPE_MAX,
+    HEADERS_BYTES_MAX,
+    HEADERS_MAX,
+    KEY_MAX,
+    METADATA_BYTES_MAX,
+    Dead,
+    NewEvent,
+    Published,
+    Released,
+    Retry,
+    State,
+)
 from ...stores.base import OutboxStore, Query
 from . import given
 from .base import Conformance
@@ -144,6 +157,17 @@ class ModelConformance(Conformance):
         assert claimed.event.event_id == event_id
         assert json.loads(json.dumps(dict(claimed.event.metadata))) == metadata
         assert dict(claimed.event.headers) == {}
+
+    @requirement("EM-14", "EM-16")
+    def test_the_largest_headers_and_metadata_come_back(self, store: OutboxStore) -> None:
+        many = {f"{number:04}": "é" * 254 for number in range(HEADERS_MAX)}  # 64 of 512 bytes: 32 KiB
+        assert sum(len(f"{name}{value}".encode()) for name, value in many.items()) == HEADERS_BYTES_MAX
+        one = {"h": '"' * (HEADERS_BYTES_MAX - 1)}  # twice as many bytes as JSON
+        metadata = {"m": "☃" * ((METADATA_BYTES_MAX - 9) // 3)}
+        for headers in (many, one):
+            event_id = given.append_one(store, headers=headers, metadata=metadata)
+            kept = given.record(store, event_id).event
+            assert (dict(kept.headers), dict(kept.metadata)) == (headers, metadata)
 
     @requirement("EM-13", "EM-12")
     def test_keys_come_back_character_for_character(self, store: OutboxStore) -> None:

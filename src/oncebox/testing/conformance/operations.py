@@ -1,7 +1,9 @@
 """What an operator sees and does: find, stats, audit, replay, kill, reschedule, prune."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -55,6 +57,33 @@ class OperationsConformance(Conformance):
             if order is Order.NEWEST:
                 given.append(store)
         assert seen == (event_ids if order is Order.OLDEST else event_ids[::-1])
+
+    @requirement("SC-02")
+    @pytest.mark.parametrize("size", [1, 100_000])
+    def test_without_payloads_all_but_what_events_carry_is_found(self, store: OutboxStore, size: int) -> None:
+        given.append(store, 3, payload=b"x" * size, headers={"h": "v"}, metadata={"m": 1}, ordering_key="k")
+        empty: dict[str, Any] = {"payload": b"", "headers": {}, "metadata": {}}
+        whole, found = store.find(), store.find(payloads=False, bytes_max=1)
+        assert [replace(one, event=one.event._replace(**empty)) for one in whole] == found
+        assert [len(one.event.payload) for one in whole] == [size] * 3
+
+    @requirement("SC-02", "SC-13")
+    @pytest.mark.parametrize("order", list(Order))
+    def test_a_page_of_events_stays_within_its_bytes_and_has_at_least_one(
+        self, store: OutboxStore, order: Order
+    ) -> None:
+        sizes = [(50, 0), (30, 0), (30, 0), (0, 0), (200_000, 0), (0, 300), (10, 0), (0, 40)]
+        event_ids = [
+            given.append_one(store, payload=b"x" * payload, metadata={"m": "x" * text} if text else {})
+            for payload, text in sizes
+        ]
+        pages: list[list[int]] = []
+        after: int | None = None
+        while page := store.find(order=order, after=after, bytes_max=65):
+            pages.append([event_ids.index(one.event.event_id) for one in page])
+            after = page[-1].seq
+        oldest, newest = [[0], [1, 2, 3], [4], [5], [6, 7]], [[7, 6], [5], [4], [3, 2, 1], [0]]
+        assert pages == (oldest if order is Order.OLDEST else newest)
 
     @requirement("SC-02")
     def test_events_are_found_in_every_state(self, store: OutboxStore) -> None:

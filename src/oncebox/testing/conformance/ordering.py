@@ -175,6 +175,53 @@ class OrderingConformance(Conformance):
         store.reschedule(event_ids[:1], delay=timedelta(0), audit_id=audit_id)
         assert given.ids(given.eventually(lambda: given.deliver_all(store))) == event_ids
 
+    @requirement("EM-13", "LC-19")
+    @needs(ordering=True)
+    @pytest.mark.parametrize("limit", [1, 3, 100])
+    def test_a_key_that_waited_goes_on_in_order_whatever_came_meanwhile(self, store: OutboxStore, limit: int) -> None:
+        event_ids = given.append(store, 2, ordering_key="k", delay=given.FAR)
+        for _ in range(3):  # each claim looks at the key, and may set aside what it finds
+            assert given.claim(store) == []
+            event_ids += given.append(store, 2, ordering_key="k")
+        store.reschedule(event_ids[:2], delay=timedelta(0), audit_id=given.audited(store))
+        delivered: list[UUID] = []
+        for _ in range(20):
+            claims = given.claim(store, limit=limit)
+            event_ids += given.append(store, 1, ordering_key="k") if len(event_ids) < 12 else []
+            given.publish(store, claims)
+            delivered += given.ids(claims)
+        assert delivered == event_ids
+        assert store.verify() == []
+
+    @requirement("EM-13", "LC-19")
+    @needs(ordering=True)
+    def test_of_a_key_that_waits_each_way_to_go_on_takes_it_up_again(self, store: OutboxStore) -> None:
+        ways = "rescheduled", "killed", "unblocked", "replayed", "retried", "reaped"
+        head = {way: given.append_one(store, ordering_key=way) for way in ways}
+        held = {claim.event.ordering_key: claim for claim in given.claim(store)}
+        for way in ("unblocked", "replayed"):
+            given.finalize(store, [held[way]], Dead("over"))
+        for way in ("rescheduled", "killed", "retried"):
+            given.finalize(store, [held[way]], Retry("no", delay=given.FAR if way != "retried" else given.BRIEF))
+        given.crash(store)  # the one of the key "reaped"
+        behind = {way: given.append(store, 3, ordering_key=way) for way in ways}
+        assert given.ids(given.deliver_all(store, limit=1))[:1] == [head["reaped"]]
+        audit_id = given.audited(store)
+        store.reschedule([head["rescheduled"]], delay=timedelta(0), audit_id=audit_id)
+        store.kill([head["killed"]], reason="over", audit_id=audit_id)
+        store.unblock("unblocked", audit_id=audit_id)
+        given.replay_these(store, [head["replayed"]])
+        states: dict[UUID, State] = {}
+
+        def all_published() -> bool:
+            given.deliver_all(store, limit=2)
+            states.update((one.event.event_id, one.state) for one in given.records(store))
+            return all(states[one] is State.PUBLISHED for way in ways for one in behind[way])
+
+        given.eventually(all_published)
+        assert {way for way in ways if states[head[way]] is State.DEAD} == {"killed", "unblocked"}
+        assert store.verify() == []
+
     # --- expiry ----------------------------------------------------------------------------------------------------
 
     @requirement("SC-11", "LR-021", "SC-10")

@@ -65,6 +65,9 @@ ATTACKS: dict[str, Attack] = {
     "born without a type": Attack(State.PENDING, ("EM-01",)),
     "born without a payload": Attack(State.PENDING, ("EM-01",)),
     "born with headers that are no strings": Attack(State.PENDING, ("EM-16",)),
+    "born with too many headers": Attack(State.PENDING, ("EM-16",)),
+    "born with headers of too many bytes": Attack(State.PENDING, ("EM-16",)),
+    "born with metadata of too many bytes": Attack(State.PENDING, ("EM-14",)),
     "born with the id of another": Attack(State.PENDING, ("EM-02",)),
     "born in place of another": Attack(State.PENDING, ("EM-02", "EM-24", "LC-20")),
     # a PENDING event

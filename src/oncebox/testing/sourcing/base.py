@@ -120,6 +120,7 @@ class SourceBase:
     competing: ClassVar[bool] = False  # True: two consumers share a partition of `shared_url`; the idle lose theirs
     loses: ClassVar[bool] = True  # False: what was written cannot be taken away; `lose` is not called
     replays: ClassVar[bool] = True  # False: `write` cannot write a replay count
+    lends: ClassVar[bool] = False  # True: messages are held by a lease, `Source.lends`
     routes: ClassVar[bool] = True  # False: nobody can say which partition a key comes in, so nothing is repartitioned
     keeps_keys_apart: ClassVar[bool] = False  # True: ordering key and partition key arrive as they were
 
@@ -127,7 +128,9 @@ class SourceBase:
         super().__init_subclass__(**arguments)
         if not hasattr(cls, "source_type"):
             return
-        traits = {name: getattr(cls, name) for name in ("has_server", "competing", "loses", "replays", "routes")}
+        traits = {
+            name: getattr(cls, name) for name in ("has_server", "competing", "loses", "replays", "lends", "routes")
+        }
         for name in dir(cls):
             for trait, wanted in getattr(getattr(cls, name), "needs", {}).items():
                 if traits.get(trait, getattr(cls.source_type.capabilities, trait, None)) != wanted:

@@ -31,6 +31,26 @@ class RedeliveryConformance(SourceBase):
         assert sorted(numbers(second.drain(30))) == list(range(30))
         second.close()
 
+    @requirement("LR-051")
+    @needs(lends=True)
+    def test_what_is_released_comes_again_in_order_as_if_it_were_new(self, source: Source, url: str) -> None:
+        """A source that lends its messages: nobody may handle one that is too old."""
+        assert source.lends is not None
+        self.write(url, given.several("order.created", 30, ordering_key="one"))
+        reader = Reader(source, owner="first")
+        (part,) = reader.parts
+        assert part.lease == source.lends
+        assert part.hold_interval <= part.lease / 3
+        reader.take(30)
+        assert part.age([]) == 0.0
+        before = part.age(reader.messages)
+        part.release(reader.messages)
+        again = [int(one.event.payload) for one in reader.drain(30)]
+        assert again == list(range(30))
+        assert part.age(reader.messages[30:]) < before + PATIENCE_SECONDS
+        assert part.age(reader.messages[:1]) > part.age(reader.messages[30:]), "what was released is older than all"
+        reader.close()
+
     @requirement("EO-03")
     def test_what_is_acknowledged_does_not_come_again(self, source: Source, url: str) -> None:
         self.write(url, given.several("order.created", 120))

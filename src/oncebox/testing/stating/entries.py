@@ -83,6 +83,15 @@ class EntriesConformance(StateBase):
         assert len(partition.scan(Space.STATE)) == 1_000
         assert len(partition.get(Space.STATE, keys)) == 5_000
 
+    def test_a_page_stays_within_its_bytes_and_has_at_least_one(self, partition: StatePartition) -> None:
+        sizes = {b"a": 50, b"b": 30, b"c": 30, b"d": 0, b"e": 200_000, b"f": 0, b"g": 10}
+        partition.commit([put(key, b"x" * size) for key, size in sizes.items()])
+        pages: list[list[bytes]] = []
+        while page := partition.scan(Space.STATE, after=pages[-1][-1] if pages else None, bytes_max=60):
+            pages.append([key for key, _ in page])
+        assert pages == [[b"a"], [b"b", b"c", b"d"], [b"e"], [b"f", b"g"]]
+        assert [write.key for write in partition.writes(Space.STATE, after=b"a", bytes_max=60)] == pages[1]
+
     def test_values_are_kept_byte_for_byte(self, partition: StatePartition) -> None:
         values = {b"none": b"", b"nul": b"\0", b"all": bytes(range(256)), b"large": os.urandom(self.large_bytes)}
         partition.commit([put(key, value) for key, value in values.items()])

@@ -83,6 +83,16 @@ def workers(store: OutboxStore) -> list[Worker]:
     return [worker for worker in store.workers() if worker.kind == "worker"]
 
 
+def ending(said: str) -> tuple[str, str]:
+    """What a command wrote before its own last sentence, and this sentence.
+
+    Below it may stand a stack of Spark's Python daemon, which met the end of the JVM while it forked a worker.
+    """
+    before, mark, last = f"\n{said}".rpartition("\noncebox: ")
+    assert mark, f"the command did not say why it ended: {said[-2_000:]}"
+    return before, mark.lstrip() + last.partition("\n")[0]
+
+
 def kill_a_worker(store: OutboxStore) -> int:
     """kill -9 of one Python worker that works on this store; its process id."""
     while True:

@@ -24,7 +24,7 @@ from oncebox.states.base import Space, StateStore
 from oncebox.testing.servers import PostgreSQL, Valkey, free_port
 from oncebox.wiring import open_state
 from tests.outages.stage import command_of, descendants
-from tests.spark.steps import PATIENCE, fill, has_published, opened, until
+from tests.spark.steps import PATIENCE, ending, fill, has_published, opened, until
 from tests.spark.test_process_kills import ROOT
 
 pytestmark = pytest.mark.timeout(900)  # a relay of its own for each test: its Spark starts first
@@ -163,7 +163,7 @@ def test_a_relay_whose_places_others_took_while_it_was_away_ends_with_exit_code_
             other.execute("UPDATE oncebox_worker SET worker_id = 'other/1' WHERE worker_id = ?", [removed])
         assert relay.process.wait(PATIENCE) == 1
         assert f"relay {removed} was removed" in relay.said
-        last = relay.said.splitlines()[-1]
+        _, last = ending(relay.said)
         assert "workers_max is 2" in last
         assert "other/1" in last
     assert rows_of_relays(store) == ["other/1"]
@@ -176,7 +176,8 @@ def test_a_relay_that_cannot_sign_on_again_ends_with_the_reason(postgresql_url: 
         with psycopg.connect(postgresql_url, autocommit=True) as operator:
             operator.execute("drop schema oncebox cascade")
         assert relay.process.wait(PATIENCE) == 1
-        assert "run `oncebox init" in relay.said.splitlines()[-1]
+        _, last = ending(relay.said)
+        assert "run `oncebox init" in last
 
 
 @pytest.mark.requirement("LR-042")

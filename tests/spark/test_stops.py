@@ -21,7 +21,7 @@ from oncebox.spark.processing import Work, run_work
 from oncebox.spark.reports import Failure, Observed, Report, Stopped, read_all, read_observed
 from oncebox.spark.shifts import COUNTS, RECEIPTS, run_shift
 from oncebox.wiring import open_source, open_state
-from tests.spark.steps import fill, opened
+from tests.spark.steps import ending, fill, opened
 from tests.spark.test_away import shift_at
 
 TICKETS = [pa.RecordBatch.from_pylist([{"run": "run", "ticket": 1, "task": 0, "again": False}])]
@@ -204,7 +204,7 @@ def test_the_command_ends_with_one_sentence_and_exit_code_1(url: str, store: Out
     command = [sys.executable, "-m", "oncebox", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert (done.returncode, done.stdout) == (1, "")
-    said = done.stderr.splitlines()[-1]
-    assert "partition 0: NoOutbox: totals emits events" in said, done.stderr[-2_000:]
-    assert "Traceback" not in done.stderr
+    before, last = ending(done.stderr)
+    assert "partition 0: NoOutbox: totals emits events" in last, done.stderr[-2_000:]
+    assert "Traceback" not in before
     assert "failed, and starts again" not in done.stderr

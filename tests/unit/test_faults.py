@@ -26,6 +26,7 @@ from oncebox.testing.servers import PostgreSQL
 SQLITE_SCHEMA = "src/oncebox/stores/migrations/sqlite/0001_outbox.sql"
 POSTGRESQL_SCHEMA = "src/oncebox/stores/migrations/postgresql/0001_outbox.sql"
 CONFIG = "src/oncebox/config.py"
+FUNCTION = re.compile(r"create (?:or replace )?function (oncebox\.\w+)\s*\(.*?\$\$.*?\$\$;", re.DOTALL)
 
 FIRST = """
 from datetime import timedelta
@@ -80,6 +81,24 @@ def test_each_fault_has_a_name_of_its_own_and_breaks_rules_that_exist() -> None:
     for fault in FAULTS:
         assert fault.rules, fault.name
         assert set(fault.rules) <= known, fault.name
+
+
+@pytest.mark.parametrize("dialect", ["postgresql", "sqlite"])
+def test_no_fault_stands_in_a_function_that_a_later_migration_replaces(dialect: str) -> None:
+    """It would apply, and break nothing."""
+    files = sorted((ROOT / "src/oncebox/stores/migrations" / dialect).glob("*.sql"))
+    texts = {str(file.relative_to(ROOT)): file.read_text("utf-8") for file in files}
+    made = {file: {found[1]: found.span() for found in FUNCTION.finditer(text)} for file, text in texts.items()}
+    in_vain = [
+        f"{fault.name}: {name}"
+        for fault in FAULTS
+        for edit in fault.edits
+        if edit.file in texts
+        for name, (start, end) in made[edit.file].items()
+        if start <= texts[edit.file].find(edit.old) < end
+        if any(name in functions for file, functions in made.items() if file > edit.file)
+    ]
+    assert in_vain == []
 
 
 def test_there_are_faults_for_both_stores_the_producer_the_engines_and_the_model() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,7 @@ from oncebox.errors import (
     DuplicateEvent,
     ForbiddenWrite,
     InvalidSetting,
+    NoPlace,
     SchemaMissing,
     SchemaOutdated,
     SchemaTooNew,
@@ -30,7 +32,7 @@ from oncebox.errors import (
 )
 from oncebox.event import Claim, Dead, NewEvent, Published, Released, Retry, State, Verdict
 from oncebox.stores import sql, sqlite_file
-from oncebox.stores.base import Order, Query
+from oncebox.stores.base import Order, Query, Worker
 from oncebox.stores.sqlite import APPEND_ROWS, SQLiteStore
 from oncebox.stores.sqlite_delivery import KEY_SHARE
 from oncebox.stores.sqlite_file import BUSY_TIMEOUT, Location
@@ -979,3 +981,25 @@ def test_a_suspect_that_waits_leaves_no_quiet(store: SQLiteStore) -> None:
     (claim,) = store.claim(worker="w", limit=10, lease=LEASE)
     store.finalize([(claim, Retry("not now", delay=timedelta(milliseconds=200)))])
     assert _taken_soon(store)
+
+
+@pytest.mark.requirement("LR-041")
+def test_relays_that_wait_together_to_write_never_share_a_place(
+    path: Path, store: SQLiteStore, by_hand: sqlite3.Connection
+) -> None:
+    """Each of them could have counted the places before it waited."""
+    entry = store.begin_audit(who="test", action="relay-config", why=None, what={})
+    store.change_control({"workers_max": 1}, audit_id=entry)
+    by_hand.execute("BEGIN IMMEDIATE")
+    with ThreadPoolExecutor(2) as pool:
+        signing_on = [pool.submit(_signs_on, path, f"relay/{number}") for number in range(2)]
+        wait(signing_on, timeout=0.5)  # both reach the lock; one that does not could only hide the fault
+        by_hand.execute("ROLLBACK")
+        assert sorted(one.result() for one in signing_on) == [False, True]
+
+
+def _signs_on(path: Path, name: str) -> bool:
+    with closing(SQLiteStore.open(f"sqlite:///{path}")) as store, suppress(NoPlace):
+        store.sign_on(Worker(worker_id=name, kind="relay", host="host-1", pid=42, details={"places": 1}))
+        return True
+    return False

@@ -19,7 +19,7 @@ demo: ## run a small shop, its relay and a processor on Spark, and kill them in 
 
 test: spark ## run the tests against real servers, and write build/requirements.json and docs/conformance.md
 	@scripts/debian-packages pgbouncer=pgbouncer
-	@$(RUN) -m pytest -n $(JOBS) --dist loadgroup --max-worker-restart 0 --requirements $(REQUIREMENTS) $(LENGTHS)
+	@$(RUN) -m pytest -n $(JOBS) --dist loadgroup --max-worker-restart 0 --requirements $(REQUIREMENTS) $(LENGTHS) $(AGAIN)
 	@$(RUN) -m oncebox.testing.requirements $(REQUIREMENTS) docs/requirements.md docs/conformance.md
 
 test-all: LENGTHS := -m ''

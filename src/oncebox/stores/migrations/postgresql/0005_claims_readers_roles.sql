@@ -594,7 +594,7 @@ declare
 begin
     lock table reader in share row exclusive mode;
     if exists (select from reader) and (select system <> cluster() from log) then
-        raise exception 'oncebox: this database was restored into another cluster, where nobody knows what readers have read: run "oncebox raise-epoch"'
+        raise exception 'oncebox: this database was restored into another cluster, where the positions of readers mean nothing: run "oncebox raise-epoch"'
             using errcode = 'OB002';
     end if;
     select coalesce(min(kept), 9223372036854775807) into until from reader;

@@ -1,13 +1,14 @@
-"""What Oncebox ships for tests: the conformance kits of stores and publishers, real servers, and fixtures for users.
+"""What Oncebox ships for tests: a harness for handlers, fixtures for users, conformance kits, and real servers.
 
 The kits need pytest and Hypothesis (`pip install 'oncebox[testing]'`), so they are imported when first asked for:
-whoever wants a server only, needs neither.
+whoever wants a server or the harness only, needs neither.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .conformance import StoreConformance, StoreCore
+    from .harness import PendingRetry, ProcessorHarness
     from .publishing import Arrived, PublisherConformance
     from .scripted import ScriptedPublisher
     from .sourcing import SourceConformance
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Arrived",
     "OutboxEvents",
+    "PendingRetry",
+    "ProcessorHarness",
     "PublisherConformance",
     "ScriptedPublisher",
     "SourceConformance",
@@ -30,6 +33,8 @@ __all__ = [
 _LATE = {
     "Arrived": "publishing",
     "OutboxEvents": "written",
+    "PendingRetry": "harness",
+    "ProcessorHarness": "harness",
     "PublisherConformance": "publishing",
     "ScriptedPublisher": "scripted",
     "SourceConformance": "sourcing",

@@ -159,7 +159,7 @@ class OutboxEvents:
             found: list[WrittenEvent] = []
             after: int | None = None
             while page := store.find(limit=_PAGE, order=Order.NEWEST, after=after):
-                fresh = [event for event in map(_seen, page) if self._counts(event)]
+                fresh = [event for event in map(seen, page) if self._counts(event)]
                 found += fresh
                 after = page[-1].seq
                 if not fresh:
@@ -210,7 +210,8 @@ def _time(value: int | str | bytes) -> datetime:
     return EPOCH + timedelta(microseconds=value) if isinstance(value, int) else datetime.fromisoformat(_text(value))
 
 
-def _seen(record: Record) -> WrittenEvent:
+def seen(record: Record) -> WrittenEvent:
+    """An event as a store shows it, as a test sees it."""
     return WrittenEvent(**record.event._asdict(), available_at=record.available_at)
 
 

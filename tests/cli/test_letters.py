@@ -303,7 +303,7 @@ def lossy(local: Shop) -> Shop:
     """The shop, whose source has lost an event that it had handed out."""
     lost = event(event_type="orders")._replace(payload=b"")
     engine = local.lives.engine()
-    engine._lost.append(Message((1_700_000_000_000, 7), lost))
+    engine._taking._lost.append(Message((1_700_000_000_000, 7), lost))
     engine.step(wait=timedelta(0))
     engine._state.close()
     return local

@@ -20,8 +20,8 @@ import redis
 
 from oncebox import clock
 from oncebox.event import Claim, Event, NewEvent, State
-from oncebox.processor.engine import AtStep
 from oncebox.processor.memory import decoded
+from oncebox.processor.parts import AtStep
 from oncebox.processor.records import DeadLetter, dead_letter_from
 from oncebox.publishers.base import Deadline
 from oncebox.publishers.valkey import stream_of

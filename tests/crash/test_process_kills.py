@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from oncebox.processor.engine import DIED
+from oncebox.processor.recovery import DIED
 from tests.crash.process_stage import (
     SOURCES,
     STATES,

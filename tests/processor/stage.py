@@ -121,7 +121,7 @@ class Lives:
             pass
         finally:
             if engine is not None:
-                engine._runner.close()
+                engine._handling.runner.close()
             if state is not None:
                 state.close()
         return False

@@ -9,8 +9,8 @@ import pytest
 
 from oncebox import Event, clock
 from oncebox.processor import Context, Processor
-from oncebox.processor.engine import DIED, due_of, error_of, failures_of, retry_bytes
-from oncebox.processor.records import dead_letter_from, identity
+from oncebox.processor.records import dead_letter_from, due_of, error_of, failures_of, identity, retry_bytes
+from oncebox.processor.recovery import DIED
 from oncebox.processor.requests import Action, Audited, Named, Request, asking
 from oncebox.processor.waiting import Failed, Waiting
 from oncebox.sources.base import Message

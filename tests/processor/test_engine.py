@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from oncebox import Event, Fenced, OutboxStore, clock
 from oncebox.processor import Context, Permanent, Processor
-from oncebox.processor.engine import DIED, NoOutbox
+from oncebox.processor.handling import NoOutbox
 from oncebox.processor.inbox import identities_in
 from oncebox.processor.memory import decoded
 from oncebox.processor.records import dead_letter_from, progress_from
+from oncebox.processor.recovery import DIED
 from oncebox.sources.base import Progress
 from oncebox.states.base import Space, StateStore
 from oncebox.wiring import open_state

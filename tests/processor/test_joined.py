@@ -14,7 +14,8 @@ from oncebox.clock import uuid7
 from oncebox.errors import LeaseLost
 from oncebox.event import NewEvent, State
 from oncebox.processor import Context, Processor
-from oncebox.processor.engine import Engine, append_once
+from oncebox.processor.engine import Engine
+from oncebox.processor.forwarding import append_once
 from oncebox.processor.memory import decoded
 from oncebox.processor.records import progress_from
 from oncebox.producer.payload import Encoder
@@ -111,7 +112,7 @@ class Chain:
             except (Died, LeaseLost):
                 continue
             finally:
-                engine._runner.close()
+                engine._handling.runner.close()
                 engine._state.close()
         raise AssertionError("it never came to an end")
 

@@ -117,7 +117,7 @@ class Life:
 
     def end(self) -> None:
         """Without a word to the source, nor to the state."""
-        self.engine._runner.close()
+        self.engine._handling.runner.close()
         self.state.close()
 
 

@@ -20,10 +20,11 @@ from oncebox.clock import uuid7
 from oncebox.errors import InvalidSetting
 from oncebox.event import NewEvent, State
 from oncebox.processor import Context, Processor
-from oncebox.processor.engine import DIED, failures_of
 from oncebox.processor.memory import decoded
 from oncebox.processor.opening import excuse, open_engine
 from oncebox.processor.pace import pace_of
+from oncebox.processor.records import failures_of
+from oncebox.processor.recovery import DIED
 from oncebox.processor.waiting import Failed, Waiting
 from oncebox.processor.watch import Watch
 from oncebox.producer.payload import Encoder

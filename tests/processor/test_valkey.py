@@ -14,9 +14,9 @@ from oncebox.admin import LetterQuery, Letters
 from oncebox.admin.losses import accept_loss
 from oncebox.errors import InvalidSetting, SourceUnavailable, StateBehind
 from oncebox.processor import Context, Processor
-from oncebox.processor.engine import LOST
 from oncebox.processor.records import progress_from
 from oncebox.processor.requests import Action, Audited, Named, Request, asking
+from oncebox.processor.taking import LOST
 from oncebox.sources.base import Message, Progress
 from oncebox.sources.valkey import PAGE
 from oncebox.states.base import Space, StateStore, Write

@@ -18,8 +18,8 @@ from oncebox.admin import Letters
 from oncebox.clock import uuid7
 from oncebox.errors import InvalidSetting
 from oncebox.event import NewEvent
-from oncebox.processor.engine import DIED
 from oncebox.processor.memory import decoded
+from oncebox.processor.recovery import DIED
 from oncebox.spark import SparkProcessor, process, process_driver
 from oncebox.states.base import Space, StateStore
 from oncebox.testing.servers import Valkey

@@ -16,8 +16,9 @@ from ..sources.base import Behind, Message, Position, Progress, Source, SourcePa
 from ..states.base import Space, StatePartition, Write
 from ..stores.base import OutboxStore
 from .app import Processor
-from .engine import AtStep, Engine
+from .engine import Engine
 from .inbox import Inbox
+from .parts import AtStep
 from .records import MARKS, STARTED, identities_from, identity, progress_bytes, progress_from, suspected
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ but lies as it is in entries of `PART_BYTES`, under keys above those of all lett
 import json
 import traceback
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -16,7 +16,7 @@ from uuid import NAMESPACE_OID, UUID, uuid5
 from ..errors import DuplicateEvent, ForbiddenWrite, InvalidEvent
 from ..event import NOTHING, Event, NewEvent
 from ..sources.base import Message, Position, Progress
-from ..states.base import VALUE_BYTES_MAX, Space, StateView, Write
+from ..states.base import VALUE_BYTES_MAX, Space, StateView, Write, from_micros, micros
 
 STARTED = b"\0started"  # the events of a batch whose handlers are running
 SUSPECTS = b"\0suspects"  # events of a batch that was not finished: each is run alone
@@ -78,6 +78,39 @@ def identities_from(value: bytes | None) -> list[bytes]:
     """The opposite of `identities_bytes`."""
     said = value or b""
     return [said[start : start + IDENTITY_BYTES] for start in range(0, len(said), IDENTITY_BYTES)]
+
+
+def pages(view: StateView, space: Space) -> Iterator[tuple[bytes, bytes]]:
+    """All entries of a space, page by page."""
+    after: bytes | None = None
+    while page := view.scan(space, after=after):
+        yield from page
+        after = page[-1][0]
+
+
+def retry_bytes(failures: int, error: str, due_at: datetime) -> bytes:
+    """How often an event has failed, when it is due again, and how it failed last.
+
+    The count comes first, and former versions read no more. No error begins with "@", so theirs are told apart.
+    """
+    return f"{failures} @{micros(due_at)} {error}".encode(errors="backslashreplace")
+
+
+def failures_of(value: bytes | None) -> int:
+    """The count in it."""
+    return int(value.partition(b" ")[0]) if value else 0
+
+
+def due_of(value: bytes) -> datetime | None:
+    """When the event is due again; None for at once, as in the records of former versions."""
+    due, _, _ = value.partition(b" ")[2].partition(b" ")
+    return from_micros(int(due[1:])) if due[:1] == b"@" and due[1:].isdigit() else None
+
+
+def error_of(value: bytes) -> str:
+    """How the event failed last."""
+    told = value.partition(b" ")[2]
+    return (told if due_of(value) is None else told.partition(b" ")[2]).decode(errors="replace")
 
 
 def suspected(found: Mapping[bytes, bytes]) -> tuple[list[Write], set[bytes]]:

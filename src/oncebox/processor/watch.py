@@ -27,8 +27,11 @@ STDERR = 2
 class Watched(Protocol):
     """An engine, as far as it is watched."""
 
-    at_work: tuple[Event] | None  # the event whose handler runs; a new tuple for each run
     hold_interval: float  # seconds between two calls of `keep`
+
+    @property
+    def at_work(self) -> tuple[Event] | None:
+        """The event whose handler runs; a new tuple for each run."""
 
     @property
     def name(self) -> str:

@@ -26,8 +26,9 @@ from ..errors import (
 )
 from ..outage import outlast
 from ..processor.app import load
-from ..processor.engine import AtStep, Engine, Round
+from ..processor.engine import Engine, Round
 from ..processor.opening import open_engine
+from ..processor.parts import AtStep
 from ..processor.unhandled import merged
 from ..processor.watch import Watch
 from ..producer.payload import Encoder

@@ -5,6 +5,16 @@ from oncebox.processor import Context, Processor
 
 from .scale import EVENT_TYPE
 
+CHANNEL = "effects"
+
+announcing = Processor("announcing")
+
+
+@announcing.on(EVENT_TYPE)
+def announce(event: Event, ctx: Context) -> None:
+    """Notify of the event when its effect is committed: state and notification are one transaction."""
+    ctx.connection.execute("select pg_notify(%s, %s)", [CHANNEL, event.payload.decode()])
+
 
 def count(event: Event, ctx: Context) -> None:
     key = event.ordering_key or ""

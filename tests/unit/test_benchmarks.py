@@ -45,7 +45,7 @@ RELAY_BARS = {
     "cold-start": "≤ 1",
     **{f"idle-{what}": "≤ 1" for what in ("statements", "statements-looking", "connections", "cpu", "cpu-sqlite")},
 }
-PROCESSOR = ("processing", "keys")
+PROCESSOR = ("processing", "keys", "chain")
 STATES = ("sqlite", "rocksdb", "postgresql")
 PROCESSING_BARS = {
     **{f"process-{state}": "≥ 1" for state in STATES},
@@ -62,6 +62,7 @@ KEYS_BARS = {f"keys-{state}-{how}": bar for state in STATES for how, bar in (("e
         pytest.param(RELAY, RELAY_BARS, id="relay"),
         pytest.param(["processing"], PROCESSING_BARS, id="processing"),
         pytest.param(["keys"], KEYS_BARS, id="keys"),
+        pytest.param(["chain"], {"chain-p50": "≤ 1", "chain-p99": "≤ 1"}, id="chain"),
     ],
 )
 def test_a_quick_run_measures_against_every_bar_and_prints_what_it_found(

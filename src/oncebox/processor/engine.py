@@ -218,9 +218,13 @@ class Engine:
         encode: Callable[[Any], tuple[bytes, str]],
         outbox: OutboxStore | None = None,
         run: str | None = None,
+        asked: Callable[[], bool] | None = None,
         at: AtStep = lambda _: None,
     ) -> None:
-        """`run` names the run of the processor that it is a part of: a death in another run may be no death."""
+        """`run` names the run of the processor that it is a part of: a death in another run may be no death.
+
+        `asked` says whether operators may have asked something since its last call; else it looks every second itself.
+        """
         self._pace = pace_of(app, source.lease)
         self._run_name = run
         self._run_noted = False
@@ -254,10 +258,11 @@ class Engine:
         self._trouble: OnceboxError | None = None  # what the source said while a batch was at work
         self._plenty = False  # the source had as much as was asked for, or nearly
         self._next_outgoing = self._first_free()
-        self._requests = Requests(app, state, self._admit)
+        self._requests = Requests(app, state, self._admit, asked)
         self._joined = Joined(state, source, outbox)
         self.unhandled: dict[str, int] = {}  # events of types without a handler, by type, since it was opened
         self._left = self._joined.emits  # perhaps emitted events of a former life, when they did not join
+        self._unsent = not self._left  # perhaps emitted events are on their way
 
     @property
     def name(self) -> str:
@@ -500,8 +505,16 @@ class Engine:
 
     @property
     def due_in(self) -> float | None:
-        """Seconds until the next retry is due; None if no event that was delivered waits for one."""
-        return self._waiting.due_in(clock.monotonic())
+        """Seconds until a retry is due, or more of what operators ask; None if nothing is, as long as nothing comes."""
+        if self._lost or self._trouble is not None:
+            return 0.0
+        found = (self._waiting.due_in(clock.monotonic()), self._requests.due_in)
+        return min((seconds for seconds in found if seconds is not None), default=None)
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes no more messages before some of those that are unfinished are done."""
+        return max(self._tracker.held, len(self._waiting)) >= self._app.limits.waiting_max
 
     @property
     def progress(self) -> Progress:
@@ -521,8 +534,8 @@ class Engine:
             raise self._trouble
         limits, ready = self._app.limits, self._waiting.ready(clock.monotonic())
         room = self._take_max - ready
-        if room <= 0 or max(self._tracker.held, len(self._waiting)) >= limits.waiting_max:
-            if not ready:  # nothing more is taken before one of them is due
+        if room <= 0 or self.full:
+            if not ready and wait:  # nothing more is taken before one of them is due
                 clock.sleep(min(wait.total_seconds(), self._waiting.due_in(clock.monotonic()) or 0.0))
             return 0
         messages = self._source.poll(room, bytes_max=limits.batch_bytes_max, timeout=NO_TIME if ready else wait)
@@ -856,6 +869,7 @@ class Engine:
         self._requests.committed(identities)
         self._take_max = min(2 * self._take_max, self._app.limits.batch_max)
         self._next_outgoing += len(change.emitted)
+        self._unsent = self._unsent or bool(change.emitted and not self._joined.emits)
         if self._failures:
             for tried in done:
                 self._failures.pop(tried.identity, None)
@@ -893,13 +907,13 @@ class Engine:
 
     def _forward(self) -> None:
         """Hand emitted events to the outbox, oldest first; what is there already was handed over before a crash."""
-        if self._joined.emits and not self._left:
+        if not (self._left or self._unsent):
             return
-        self._left = False
         while self._outbox is not None and (page := self._state.scan(Space.OUTGOING, limit=FORWARD_MAX)):
             refused = hand_over(self._outbox, [records.outgoing_from(value) for _, value in page])
             self._at("forwarded")
             self._state.commit([*self._letters_of(refused), *(Write(Space.OUTGOING, key, None) for key, _ in page)])
+        self._left = self._unsent = False
 
     def _letters_of(self, refused: Sequence[tuple[NewEvent, Exception]]) -> list[Write]:
         """An emitted event that the outbox refuses blocks no other; the effects of the handler stay."""

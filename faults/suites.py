@@ -96,6 +96,7 @@ PROCESSOR = Suite(
         "tests/spark/test_relay_ends.py",
         "tests/spark/test_leadership.py",
         "tests/spark/test_process_drain.py",
+        "tests/spark/test_process_shifts.py",
         "tests/spark/test_process_driver.py",
         "tests/crash/test_process_bad_days.py",
         "tests/spark/test_batches.py",

@@ -23,9 +23,10 @@ from oncebox.event import Claim, Event, NewEvent, State
 from oncebox.processor.memory import decoded
 from oncebox.processor.parts import AtStep
 from oncebox.processor.records import DeadLetter, dead_letter_from
+from oncebox.processor.scheduler import Scheduler
 from oncebox.publishers.base import Deadline
 from oncebox.publishers.valkey import stream_of
-from oncebox.spark.processing import Desk
+from oncebox.spark.processing import open_scheduler
 from oncebox.spark.shifts import Ticket
 from oncebox.states.base import Space
 from oncebox.wiring import open_publisher, open_state, open_store
@@ -261,13 +262,13 @@ def run(folder: Path, *orders: Order) -> list[list[int | str]]:
 class Turns:
     """A processor in this process, turned by hand; what it did is added up."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
         self.handled = self.skipped = self.dead = 0
 
     def turn(self) -> None:
         """One step of each partition; a partition that cannot be had is left."""
-        done = self.desk.turn()
+        done = self.scheduler.turn()
         self.handled += done.handled
         self.skipped += done.skipped
         self.dead += done.dead
@@ -280,11 +281,11 @@ class Turns:
 
     def until_finished(self, goal: int) -> None:
         """Until so many events have had their effect, and nothing is left of them."""
-        self.until(lambda: finished(self.desk) >= goal and not self.desk.waiting)
+        self.until(lambda: finished(self.scheduler) >= goal and not self.scheduler.waiting)
 
 
 @contextmanager
 def at_desk(order: Order, at: AtStep = lambda _: None) -> Iterator[Turns]:
     """A processor in this process."""
     with ExitStack() as stack:
-        yield Turns(Desk(order.work(), Ticket("here", 1, 0, False), stack, at=at))
+        yield Turns(open_scheduler(order.work(), Ticket("here", 1, 0, False), stack, at=at))

@@ -24,7 +24,8 @@ from oncebox import Event, clock
 from oncebox.errors import OnceboxError
 from oncebox.processor import Context, Permanent, Processor
 from oncebox.processor.app import Limits
-from oncebox.spark.processing import Desk, Work
+from oncebox.processor.scheduler import Scheduler
+from oncebox.spark.processing import Work, open_scheduler
 from oncebox.spark.shifts import Ticket
 from tests.processor.stage import effected
 
@@ -146,21 +147,21 @@ def live(order: Order, cue: Cue) -> None:
     """One life: until its goal is reached, or until its cue."""
     until = clock.monotonic() + PATIENCE_SECONDS
     with ExitStack() as stack:
-        desk = Desk(order.work(), Ticket("run", 1, 0, False), stack, at=cue)
-        for number in desk._mine:
-            desk._engine(number)
+        scheduler = open_scheduler(order.work(), Ticket("run", 1, 0, False), stack, at=cue)
+        for number in scheduler._mine:
+            scheduler._engine(number)
         cue(OPENED)
         while clock.monotonic() < until:
-            engine = desk._engine(0) if order.fragile else None
-            done, waiting = (engine.step(), engine.waiting) if engine else (desk.turn(), desk.waiting)
-            if done.idle and not waiting and finished(desk) >= order.goal:
+            engine = scheduler._engine(0) if order.fragile else None
+            done, waiting = (engine.step(), engine.waiting) if engine else (scheduler.turn(), scheduler.waiting)
+            if done.idle and not waiting and finished(scheduler) >= order.goal:
                 return
     sys.exit("it never came to an end")
 
 
-def finished(desk: Desk) -> int:
+def finished(scheduler: Scheduler) -> int:
     """How many events have had their effect."""
-    return sum(len(effected(state)) for _, state in desk._engines.values())
+    return sum(len(effected(state)) for _, state in scheduler._engines.values())
 
 
 def lives(order: Order) -> list[int | str]:

@@ -14,9 +14,10 @@ import pytest
 from oncebox import ChangeRefused, Event, InvalidEvent, InvalidSetting, StateDamaged, Unhandled, UsageError, clock
 from oncebox.clock import uuid7
 from oncebox.processor import Context, Permanent, Processor
-from oncebox.processor.engine import DIED, NoOutbox
+from oncebox.processor.handling import NoOutbox
 from oncebox.processor.memory import decoded
 from oncebox.processor.records import DeadLetter, dead_letter_from
+from oncebox.processor.recovery import DIED
 from oncebox.states.base import Space, StateStore
 from oncebox.stores.base import OutboxStore
 from oncebox.testing import ProcessorHarness

@@ -274,7 +274,7 @@ def test_a_key_whose_event_waits_for_a_retry_holds_its_redriven_one_back(states:
     engine.step(wait=timedelta(0))
     log.add(event(amount=3))
     Letters(states, "totals").redrive(LetterQuery(), **ALL)
-    engine._requests._look_at = 0.0
+    engine._requests._looked = False
     while engine.waiting or not engine.step(wait=timedelta(0)).idle:
         engine.step(wait=timedelta(0))
     engine._state.close()

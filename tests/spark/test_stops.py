@@ -16,8 +16,9 @@ from pyspark.sql import Row, SparkSession
 from oncebox import OutboxStore, clock, errors
 from oncebox.errors import OnceboxError, PositionGone, StateError
 from oncebox.processor.handling import NoOutbox
-from oncebox.spark import process, processing, shifts
-from oncebox.spark.processing import Work, run_work
+from oncebox.processor.scheduler import Scheduler
+from oncebox.spark import process, shifts
+from oncebox.spark.processing import PASSING, Work, run_work
 from oncebox.spark.reports import Failure, Observed, Report, Stopped, read_all, read_observed
 from oncebox.spark.shifts import COUNTS, RECEIPTS, run_shift
 from oncebox.wiring import open_source, open_state
@@ -92,15 +93,15 @@ def test_an_error_that_may_pass_is_tried_again_with_longer_pauses(
 ) -> None:
     fill(store, 50)
     tries = []
-    open_engine = processing.Desk._engine
+    open_engine = Scheduler._engine
 
-    def fails_twice(desk: processing.Desk, number: int) -> Any:
+    def fails_twice(scheduler: Scheduler, number: int) -> Any:
         tries.append(number)
         if len(tries) <= 2:
             raise StateError("the disk is away")
-        return open_engine(desk, number)
+        return open_engine(scheduler, number)
 
-    monkeypatch.setattr(processing.Desk, "_engine", fails_twice)
+    monkeypatch.setattr(Scheduler, "_engine", fails_twice)
     emit = {"emit": f"sqlite:///{tmp_path}/outbox.db"}
     with caplog.at_level(logging.WARNING):
         rows = list(run_work(work(url, f"sqlite:///{tmp_path}/state", **emit), TICKETS))
@@ -127,7 +128,7 @@ def test_a_shift_that_is_over_before_all_is_open_has_a_turn(
 def test_what_is_not_known_is_raised(
     url: str, store: OutboxStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processing.Desk, "_engine", lambda *_: 1 / 0)
+    monkeypatch.setattr(Scheduler, "_engine", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         list(run_work(work(url, f"sqlite:///{tmp_path}/state"), TICKETS))
 
@@ -175,7 +176,7 @@ def test_every_class_says_whether_a_retry_helps() -> None:
         "StateDamaged",
         "StateTooNew",
     }
-    assert not any(kind.__name__ in lasting for kind in processing.PASSING)
+    assert not any(kind.__name__ in lasting for kind in PASSING)
 
 
 @pytest.mark.requirement("EO-06")

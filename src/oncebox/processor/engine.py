@@ -111,9 +111,13 @@ class Engine:
         encode: Callable[[Any], tuple[bytes, str]],
         outbox: OutboxStore | None = None,
         run: str | None = None,
+        asked: Callable[[], bool] | None = None,
         at: AtStep = lambda _: None,
     ) -> None:
-        """`run` names the run of the processor that it is a part of: a death in another run may be no death."""
+        """`run` names the run of the processor that it is a part of: a death in another run may be no death.
+
+        `asked` says whether operators may have asked something since its last call; else it looks every second itself.
+        """
         self._pace = pace_of(app, source.lease)
         self._app = app
         self._source = source
@@ -144,7 +148,7 @@ class Engine:
         )
         memory = Memory(state, app.limits.cache_max)
         self._taking = Taking(parts, self._pace)
-        self._requests = Requests(app, state, self._taking.admit)
+        self._requests = Requests(app, state, self._taking.admit, asked)
         self._marking = Marking(parts, run)
         self._handling = Handling(parts, memory, self._pace, self._taking, encode)
         self._committing = Committing(parts, memory, self._marking, self._requests)
@@ -206,6 +210,7 @@ class Engine:
             one = self.step(wait=NO_TIME)  # the first of them, alone
             return replace(one, skipped=one.skipped + skipped, dead=one.dead + lost)
         self._taking.ended_in_time()
+        self._forwarding.expect(change.emitted)
         self._at("committed")
         if not self._joined.acknowledges:
             self._source.ack(done)  # 6
@@ -315,8 +320,16 @@ class Engine:
 
     @property
     def due_in(self) -> float | None:
-        """Seconds until the next retry is due; None if no event that was delivered waits for one."""
-        return self._waiting.due_in(clock.monotonic())
+        """Seconds until a retry is due, or more of what operators ask; None if nothing is, as long as nothing comes."""
+        if self._taking.unsettled:
+            return 0.0
+        found = (self._waiting.due_in(clock.monotonic()), self._requests.due_in)
+        return min((seconds for seconds in found if seconds is not None), default=None)
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes no more messages before some of those that are unfinished are done."""
+        return self._taking.full
 
     @property
     def progress(self) -> Progress:

@@ -32,21 +32,26 @@ class Forwarding:
         self._joined = parts.joined
         self._at = parts.at
         self.behind = parts.joined.emits  # perhaps emitted events of a former life, when they did not join
+        self._expected = not self.behind  # perhaps emitted events are on their way
 
     @property
     def left(self) -> int:
         """How many emitted events are not forwarded, up to `FORWARD_MAX`."""
         return len(self._state.scan(Space.OUTGOING, limit=FORWARD_MAX))
 
+    def expect(self, emitted: Sequence[NewEvent]) -> None:
+        """These were committed; without a word of that, `forward` does not look."""
+        self._expected = self._expected or bool(emitted and not self._joined.emits)
+
     def forward(self) -> None:
         """Hand emitted events to the outbox, oldest first; what is there already was handed over before a crash."""
-        if self._joined.emits and not self.behind:
+        if not (self.behind or self._expected):
             return
-        self.behind = False
         while self._outbox is not None and (page := self._state.scan(Space.OUTGOING, limit=FORWARD_MAX)):
             refused = hand_over(self._outbox, [records.outgoing_from(value) for _, value in page])
             self._at("forwarded")
             self._state.commit([*self._letters_of(refused), *(Write(Space.OUTGOING, key, None) for key, _ in page)])
+        self.behind = self._expected = False
 
     def _letters_of(self, refused: Sequence[tuple[NewEvent, Exception]]) -> list[Write]:
         """An emitted event that the outbox refuses blocks no other; the effects of the handler stay."""

@@ -36,6 +36,7 @@ def open_engine(
     encode: Callable[[Any], tuple[bytes, str]],
     outbox: OutboxStore | None = None,
     run: str | None = None,
+    asked: Callable[[], bool] | None = None,
     at: AtStep = lambda _: None,
 ) -> Engine:
     """An engine over a partition of a source, from where its state ends; `StateBehind` if the source is further.
@@ -55,6 +56,7 @@ def open_engine(
             encode=encode,
             outbox=outbox,
             run=run,
+            asked=asked,
             at=at,
         )
         opened.pop_all()

@@ -210,6 +210,11 @@ class _Pace:
         self._tokens = 1.0
         self._at = clock.monotonic()
 
+    @property
+    def due_in(self) -> float:
+        """Seconds until one more is allowed."""
+        return max(0.0, (1.0 - self._tokens) / self._rate - (clock.monotonic() - self._at))
+
     def allowed(self) -> int:
         now = clock.monotonic()
         self._tokens = min(max(self._rate, 1.0), self._tokens + (now - self._at) * self._rate)
@@ -218,6 +223,20 @@ class _Pace:
 
     def used(self, number: int) -> None:
         self._tokens -= number
+
+
+class _Clocked:
+    """True once in so many seconds."""
+
+    def __init__(self) -> None:
+        self._at = clock.monotonic()
+
+    def __call__(self) -> bool:
+        now = clock.monotonic()
+        if now < self._at:
+            return False
+        self._at = now + LOOK
+        return True
 
 
 Admit = Callable[[Sequence[records.DeadLetter]], Collection[bytes]]
@@ -229,11 +248,14 @@ class Requests:
     `admit` puts letters behind whatever waits already, in their order, and returns the identities that it took.
     """
 
-    def __init__(self, app: Processor, state: StatePartition, admit: Admit) -> None:
+    def __init__(
+        self, app: Processor, state: StatePartition, admit: Admit, asked: Callable[[], bool] | None = None
+    ) -> None:
         self._app = app
         self._state = state
         self._admit = admit
-        self._look_at = clock.monotonic()
+        self._asked = asked or _Clocked()
+        self._looked = False
         self._more = False  # there are more requests than may be open
         self._open: dict[bytes, _Work] = {}  # by request id, oldest first
         self._paces: dict[UUID, _Pace] = {}  # by action
@@ -246,16 +268,29 @@ class Requests:
         return sum(len(work.names) for work in self._open.values()) + self._more
 
     def turn(self) -> None:
-        """Look for requests if it is time to, and carry out as much of them as there is room for."""
-        now = clock.monotonic()
-        if now >= self._look_at or (self._more and not self._open):
-            self._look_at = now + LOOK
+        """Look for requests if there may be some, and carry out as much of them as there is room for."""
+        if self._asked() or not self._looked or (self._more and not self._open):
+            self._looked = True
             self._find()
         room = TURN_MAX
         for work in list(self._open.values()):
             while work.names and (number := min(room, len(work.names), self._allowed(work))):
                 room -= number
                 self._carry_out(work, [work.names.popleft() for _ in range(number)])
+
+    @property
+    def due_in(self) -> float | None:
+        """Seconds until more of what is asked can be carried out; None while nothing of it can."""
+        if self._more and not self._open:
+            return 0.0
+        found = (self._due_in(work) for work in self._open.values() if work.names)
+        return min((seconds for seconds in found if seconds is not None), default=None)
+
+    def _due_in(self, work: _Work) -> float | None:
+        if work.request.action is Action.REDRIVE and not self._room():
+            return None  # before one that is handled already has its end
+        pace = self._paces.get(work.request.action_id)
+        return 0.0 if pace is None else pace.due_in
 
     # --- finding -----------------------------------------------------------------------------------------------------
 
@@ -317,10 +352,14 @@ class Requests:
         allowed = READ_MAX if pace is None else min(READ_MAX, pace.allowed())
         if work.request.action is Action.PURGE:
             return allowed
+        return min(allowed, self._room())
+
+    def _room(self) -> int:
+        """How many letters more may be handled at once, by a batch's bounds."""
         limits = self._app.limits
         if sum(size for _, size in self._admitted.values()) >= limits.batch_bytes_max:
             return 0
-        return min(allowed, limits.batch_max - len(self._admitted))
+        return limits.batch_max - len(self._admitted)
 
     def _can_be_handled(self, letter: records.DeadLetter) -> bool:
         """Whether a redrive can do anything with it: hand it to the outbox, or to a handler."""

@@ -75,6 +75,16 @@ class Taking:
         """How many messages the source has lost, and have no dead letter yet."""
         return len(self._lost)
 
+    @property
+    def unsettled(self) -> bool:
+        """Whether the next turn has something to do by itself: to give up what is lost, or to raise an error."""
+        return bool(self._lost) or self._trouble is not None
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes no more messages before some of those that are unfinished are done."""
+        return max(self._tracker.held, len(self._waiting)) >= self._app.limits.waiting_max
+
     # --- leases -----------------------------------------------------------------------------------------------------
 
     def keep(self) -> None:
@@ -125,8 +135,8 @@ class Taking:
             raise self._trouble
         limits, ready = self._app.limits, self._waiting.ready(clock.monotonic())
         room = self._take_max - ready
-        if room <= 0 or max(self._tracker.held, len(self._waiting)) >= limits.waiting_max:
-            if not ready:  # nothing more is taken before one of them is due
+        if room <= 0 or self.full:
+            if not ready and wait:  # nothing more is taken before one of them is due
                 clock.sleep(min(wait.total_seconds(), self._waiting.due_in(clock.monotonic()) or 0.0))
             return 0
         messages = self._source.poll(room, bytes_max=limits.batch_bytes_max, timeout=NO_TIME if ready else wait)

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, Self
 
+from .. import clock
 from ..errors import InvalidSetting
 from ..event import Event
 
+NAP, NAP_MAX = 0.05, 0.25  # seconds: the first and the longest sleep of a source that can do nothing but poll
 Position = tuple[int, ...]  # within one partition; compared as numbers, never as text
 
 
@@ -129,6 +131,7 @@ class SourcePartition(ABC):
     def poll(self, limit: int, *, bytes_max: int, timeout: timedelta) -> list[Message]:
         """Up to `limit` messages that were not handed out by this object before, within about `timeout`.
 
+        With a timeout of 0 it never blocks: one thread polls many partitions in turn, and waits by `Source.wait`.
         What a former consumer was handed and did not acknowledge comes again (EO-03): from the start for a log, after
         its time for a shared source (EO-10). Raises `SourceUnavailable` when the source does not answer, and
         `PositionGone` when it no longer has what comes after the progress it was opened with.
@@ -194,6 +197,22 @@ class Source(ABC):
     @abstractmethod
     def partition(self, number: int, progress: Progress, *, owner: str) -> SourcePartition:
         """Read a partition from where its progress ends."""
+
+    _nap = NAP
+
+    def wait(self, timeout: timedelta) -> None:
+        """Return when a partition that is open here may have a message that `poll` would hand out, or after `timeout`.
+
+        It may return early for no reason, but not again and again without one. So a partition that was not polled since
+        the last call has no say: it takes no messages now. With a timeout of 0 it looks and does not block; it is
+        called so between two rounds of polls that found something. Called from the thread that polls. Raises
+        `SourceUnavailable` when the source does not answer; the polls that follow say so, too.
+
+        This default is for a source that can only poll: it sleeps for a moment, and longer while nothing comes.
+        """
+        seconds = min(timeout.total_seconds(), self._nap)
+        self._nap = min(NAP_MAX, 2 * self._nap) if seconds > 0 else NAP
+        clock.sleep(seconds)
 
     def route(self, key: str, partitions: int) -> int:
         """Of so many partitions, the one that events with this partition key, else ordering key, come in.

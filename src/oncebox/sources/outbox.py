@@ -73,6 +73,7 @@ class OutboxSource(Source):
         self._url = store_url
         self._lock = threading.Lock()
         self._store: OutboxStore | None = None
+        self.polled = False  # since the last wait
 
     @classmethod
     def open(cls, url: str, *, consumer: str) -> Self:
@@ -109,6 +110,16 @@ class OutboxSource(Source):
 
     def _partition(self, progress: Progress) -> SourcePartition:  # noqa: ARG002 - a claim knows no positions
         return OutboxPartition(self)
+
+    def wait(self, timeout: timedelta) -> None:
+        """The store's own wait; a look without waiting is what a poll does. Without a poll nothing is wanted."""
+        seconds = timeout.total_seconds()
+        polled, self.polled = self.polled, False
+        if seconds > 0 and polled:
+            with self.asking():
+                self.store.wait(seconds)
+        elif seconds > 0:
+            clock.sleep(seconds)
 
     def unread(self, number: int, progress: Progress) -> bool:  # noqa: ARG002 - the store knows what is done
         """Whether events are eligible, wait for a retry or are in others' hands; not what is delayed or blocked."""
@@ -197,6 +208,7 @@ class OutboxPartition(SourcePartition):
 
     def poll(self, limit: int, *, bytes_max: int, timeout: timedelta) -> list[Message]:
         """Claim; if there is nothing, wait for something."""
+        self._source.polled = True
         with self._source.asking():
             self._look_after()
             claims = self._claim(limit, bytes_max)
@@ -383,6 +395,7 @@ class OutboxLogPartition(SourcePartition):
 
     def poll(self, limit: int, *, bytes_max: int, timeout: timedelta) -> list[Message]:
         """What is whole by now; if there is nothing, wait for something."""
+        self._source.polled = True
         with self._source.asking():
             found = self._log.read(limit, bytes_max=bytes_max, timeout=timeout)
         self._order.extend(seq for seq, _ in found)

@@ -7,6 +7,7 @@ option and its bounds.
 
 import itertools
 import logging
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 10.0
 BLOCK_SECONDS_MAX = 1.0
+BLOCK_SECONDS_MIN = 0.05  # however short the idle time is after which entries are taken over
+LOOK_LASTS = 1.0  # seconds for which a partition need not be asked after a look found nothing new in its stream
+ASK_EVERY = 5.0  # seconds until it is asked all the same: the group may have another owner, or be gone
 IDLE_DEFAULT_MS = 60_000
 IDLE_MAX_MS = 86_400_000
 COUNT_FIRST = 16  # entries of the first read, before anybody knows how large they are
@@ -63,6 +67,8 @@ class ValkeySource(Source):
         self.stream = url.text("stream", "")
         self._partitions = url.number("partitions", 1, least=1, most=PARTITIONS_MAX)
         self.idle_ms = url.number("min_idle_time_ms", IDLE_DEFAULT_MS, least=1, most=IDLE_MAX_MS)
+        self._open: list[ValkeyPartition] = []
+        self.looked_at = -math.inf  # when all streams without new entries were looked at
         self.takes_all = url.text("takeover", "open", choices=("open", "idle")) == "open"
         tls = url.scheme in {"valkeys", "rediss"}
         settings = connection_settings(url, tls)
@@ -103,7 +109,46 @@ class ValkeySource(Source):
             if self.takes_all:  # from here on a former owner reads nothing more: what it was given is pending
                 self.client.set(self.owner_key(stream), owner)
             self.client.eval(_TIDY, 1, stream, self.group, owner, self.idle_ms)
-            return ValkeyPartition(self, stream, owner, self._group(stream) or {}, progress)
+            part = ValkeyPartition(self, stream, owner, self._group(stream) or {}, progress)
+        self._open.append(part)
+        return part
+
+    def wait(self, timeout: timedelta) -> None:
+        """One XREAD over the streams of all partitions that were empty when they were last polled; it takes nothing.
+
+        It ends early enough for what others have left idle: who looks for that is `poll`.
+        """
+        asked = [part for part in self._open if part.polled]
+        if not asked:
+            clock.sleep(timeout.total_seconds())
+            return
+        watched = {part.stream: part for part in asked if part.empty}
+        seconds = min(timeout.total_seconds(), BLOCK_SECONDS_MAX, max(BLOCK_SECONDS_MIN, self.idle_ms / 2_000))
+        if len(watched) < len(asked):  # of the others nobody knows that they have nothing
+            seconds = 0.0
+        for part in asked:
+            part.polled = part.empty
+        for stream in self._look(watched, seconds):
+            watched[stream].polled = watched[stream].empty = False
+        self.looked_at = clock.monotonic()
+
+    def _look(self, watched: "Mapping[str, ValkeyPartition]", seconds: float) -> list[str]:
+        """The streams that have something new; it waits for the first one, up to so many seconds."""
+        if not watched:
+            return []
+        block = max(1, round(seconds * 1000)) if seconds > 0 else None
+        try:
+            with self.asking():
+                found = self.client.xread({stream: part.given for stream, part in watched.items()}, 1, block)
+        except BaseException:
+            for part in self._open:  # their polls are to say what is wrong
+                part.empty = False
+            raise
+        return [stream.decode() for stream, _ in found or ()]
+
+    def closed(self, part: "ValkeyPartition") -> None:
+        """It is waited for no longer."""
+        self._open = [one for one in self._open if one is not part]
 
     def owner_key(self, stream: str) -> str:
         """Where the one who may read a partition is written down: a former owner would take what comes next with it."""
@@ -195,6 +240,7 @@ class ValkeyPartition(SourcePartition):
         self._given: Position | None = _position(group.get("last-delivered-id", _FIRST))  # the last that the group was
         self.hold_interval = max(HOLD_MIN, min(HOLD_MAX, timedelta(milliseconds=source.idle_ms) / 4))
         self._stream, self._owner = stream, owner
+        self.stream = stream
         self._client = source.client
         self._read = self._client.register_script(_READ)
         self._keys = [stream, source.owner_key(stream)] if source.takes_all else [stream]
@@ -205,9 +251,16 @@ class ValkeyPartition(SourcePartition):
         self._lost: dict[Position, None] = {}  # pending, and gone from the stream
         self._size = 0  # bytes of an entry, as the last read showed them
         self._closed = False
+        self._asked_at = -math.inf
+        self.polled = self.empty = False  # since the last wait; with nothing in its stream that it was not given
         self._swept_at = self._held_at = clock.monotonic()
         self._sweep = self._recovered()
         self._since = self.trusted(progress).since
+
+    @property
+    def given(self) -> str:
+        """The last entry that the group was given, as this object knows it."""
+        return _id(self._given or _ZERO)
 
     # --- the checkpoint -----------------------------------------------------------------------------------------------
 
@@ -355,16 +408,21 @@ class ValkeyPartition(SourcePartition):
 
     def poll(self, limit: int, *, bytes_max: int, timeout: timedelta) -> list[Message]:
         """What was taken over first, then what is new; meanwhile look after what is idle, here and elsewhere."""
+        self.polled = True
         with self._source.asking():
             try:
                 self._look_after()
+                if self._known_empty(timeout):
+                    return []
                 if not self._early:
                     self._early.extend(self._pending())
                 if not self._early and len(self._lost) < PAGE:  # the sweep is over
                     self._early.extend(self._new(limit, bytes_max, timeout.total_seconds()))
             except _BROKEN:  # an answer may be lost that held entries for us
                 self._sweep, self._given = self._recovered(), None
+                self.empty = False
                 raise
+        self.empty = not (self._early or self._lost)
         found: list[Message] = []
         size = 0
         while self._early and len(found) < limit:
@@ -376,6 +434,12 @@ class ValkeyPartition(SourcePartition):
             found.append(message)
         return found
 
+    def _known_empty(self, timeout: timedelta) -> bool:
+        """Whether the source looks at this stream for all its partitions at once, and has seen nothing new."""
+        now = clock.monotonic()
+        looked = self.empty and now - self._source.looked_at < LOOK_LASTS
+        return looked and not timeout and now - self._asked_at < ASK_EVERY
+
     def _look_after(self) -> None:
         idle = self._source.idle_ms / 1000
         now = clock.monotonic()
@@ -383,6 +447,7 @@ class ValkeyPartition(SourcePartition):
             self._refresh([*self._held, *(_position(entry) for entry, _ in self._early)])
         if now - self._swept_at > idle / 2:
             self._swept_at = now
+            self.empty = False
             self._sweep = itertools.chain(self._sweep, self._claimed(self._source.idle_ms))
 
     def _new(self, limit: int, bytes_max: int, seconds: float) -> list[Entry]:
@@ -399,6 +464,7 @@ class ValkeyPartition(SourcePartition):
 
     def _ask(self, count: int) -> tuple[bytes, list[Entry]]:
         known = _id(self._given) if self._given and self._source.takes_all else ""
+        self._asked_at = clock.monotonic()
         first, *rest = self._read(keys=self._keys, args=[self._source.group, self._owner, count, known])
         if first == -1:
             raise self._source.gone(
@@ -451,6 +517,7 @@ class ValkeyPartition(SourcePartition):
         if self._closed:
             return
         self._closed = True
+        self._source.closed(self)
         left = [message.position for message in unfinished] + [_position(entry) for entry, _ in self._early]
         try:
             self._refresh(left, IDLE_MAX_MS)

@@ -29,9 +29,9 @@ from ..config import parse_duration
 from ..errors import InvalidSetting, OnceboxError, StateUnavailable, UsageError
 from ..event import Event, NewEvent
 from ..processor.app import Processor
-from ..processor.engine import Engine, Round, due_of, error_of, failures_of
+from ..processor.engine import Engine, Round
 from ..processor.opening import open_engine
-from ..processor.records import DeadLetter, identity
+from ..processor.records import DeadLetter, due_of, error_of, failures_of, identity
 from ..producer.payload import Encoder
 from ..states.base import Space, StateStore, StateView
 from ..stores.base import OutboxStore

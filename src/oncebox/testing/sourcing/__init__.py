@@ -18,9 +18,10 @@ from .base import SourceBase, needs
 from .content import ContentConformance
 from .redelivery import RedeliveryConformance
 from .server import ServerConformance
+from .waiting import WaitConformance
 
 __all__ = ["SourceBase", "SourceConformance", "needs"]
 
 
-class SourceConformance(ContentConformance, RedeliveryConformance, ServerConformance):
+class SourceConformance(ContentConformance, RedeliveryConformance, WaitConformance, ServerConformance):
     """All that a source promises."""

@@ -45,7 +45,7 @@ RELAY_BARS = {
     "cold-start": "≤ 1",
     **{f"idle-{what}": "≤ 1" for what in ("statements", "statements-looking", "connections", "cpu", "cpu-sqlite")},
 }
-PROCESSOR = ("processing", "keys")
+PROCESSOR = ("processing", "keys", "partitions")
 STATES = ("sqlite", "rocksdb", "postgresql")
 PROCESSING_BARS = {
     **{f"process-{state}": "≥ 1" for state in STATES},
@@ -53,6 +53,12 @@ PROCESSING_BARS = {
     **{f"process-{state}-overhead": "≤ 2" for state in STATES},
 }
 KEYS_BARS = {f"keys-{state}-{how}": bar for state in STATES for how, bar in (("evenly", "≤ 2"), ("skewed", "≤ 1.5"))}
+
+PARTITIONS_BARS = {
+    "partitions-busy": "≥ 0.8",
+    "partitions-even": "≥ 0.8",
+    **{f"partitions-{what}": "≤ 1" for what in ("open", "idle-1", "idle-2", "idle-8")},
+}
 
 
 @pytest.mark.parametrize(
@@ -62,6 +68,7 @@ KEYS_BARS = {f"keys-{state}-{how}": bar for state in STATES for how, bar in (("e
         pytest.param(RELAY, RELAY_BARS, id="relay"),
         pytest.param(["processing"], PROCESSING_BARS, id="processing"),
         pytest.param(["keys"], KEYS_BARS, id="keys"),
+        pytest.param(["partitions"], PARTITIONS_BARS, id="partitions"),
     ],
 )
 def test_a_quick_run_measures_against_every_bar_and_prints_what_it_found(

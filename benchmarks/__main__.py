@@ -10,7 +10,21 @@ from pathlib import Path
 
 from oncebox.testing.servers import PostgreSQL
 
-from . import chain, costs, database, delivery, idle, machine, processing, relay, report, sqlite, statements, writing
+from . import (
+    chain,
+    costs,
+    database,
+    delivery,
+    idle,
+    machine,
+    partitions,
+    processing,
+    relay,
+    report,
+    sqlite,
+    statements,
+    writing,
+)
 from .results import Result
 from .scale import FULL, QUICK, Scale
 
@@ -43,6 +57,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "idle": idle.idle,
     "processing": processing.processing,
     "keys": processing.keys,
+    "partitions": partitions.partitions,
     "chain": chain.chain,
 }
 

@@ -38,6 +38,8 @@ class Scale:
     rounds_kept: int
     processed_kept: int  # events of one round over many keys of state
     kept_keys: int
+    rounds_partitioned: int
+    partitioned: int  # events of one round over many partitions
 
 
 FULL = Scale(
@@ -65,6 +67,8 @@ FULL = Scale(
     rounds_kept=5,
     processed_kept=200_000,
     kept_keys=10_000_000,
+    rounds_partitioned=3,
+    partitioned=100_000,
 )
 QUICK = Scale(
     rounds=1,
@@ -91,4 +95,6 @@ QUICK = Scale(
     rounds_kept=1,
     processed_kept=20_000,
     kept_keys=50_000,
+    rounds_partitioned=1,
+    partitioned=5_000,
 )

@@ -17,7 +17,7 @@ from oncebox.event import Event
 from oncebox.processor import Context, Processor
 from oncebox.processor import scheduler as scheduling
 from oncebox.processor.app import Limits
-from oncebox.processor.scheduler import Scheduler
+from oncebox.processor.scheduler import Scheduler, stopping
 from oncebox.producer.payload import Encoder
 from oncebox.publishers.valkey import ValkeyPublisher
 from oncebox.sources.base import Message, Position, Progress, Source, SourceCapabilities, SourcePartition
@@ -361,6 +361,46 @@ def test_a_run_that_does_not_lead_is_asked_for_once_for_all_partitions(
         scheduler.turn(wait=AT_ONCE)
         assert scheduler.left() == {"held": PARTITIONS}
         assert all(isinstance(error, Fenced) for error, _ in scheduler._met.values())
+
+
+def test_who_leads_is_looked_at_from_time_to_time_for_all_partitions(
+    shelf: Shelf, states: StateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, _ = counting()
+    with scheduled(app, shelf, states, run="me") as scheduler:
+        assert states.lead("counting", "me", lasts=LONG) == "me"
+        opened(scheduler)
+        scheduler._leader_at = 0.0
+        asked = Statements(monkeypatch, scheduler)
+        for _ in range(20):
+            scheduler.turn(wait=AT_ONCE)
+        assert asked.counts["leader"] == 1
+
+
+@pytest.mark.parametrize("leader", [stopping("me"), "another"])
+def test_a_task_whose_run_stops_or_no_longer_leads_is_over_after_its_batch(
+    shelf: Shelf, states: StateStore, leader: str
+) -> None:
+    app, _ = counting()
+    states.lead("counting", "me", lasts=LONG)
+    with scheduled(app, shelf, states, run="me") as scheduler:
+        opened(scheduler)
+        assert not scheduler.ended
+        states.lead("counting", leader, lasts=LONG, instead_of="me")
+        shelf.waits.clear()
+        scheduler._leader_at = 0.0
+        scheduler.turn(wait=LONG)
+        assert (scheduler.ended, shelf.waits) == (True, [])
+
+
+def test_a_look_at_who_leads_ends_a_wait(shelf: Shelf, states: StateStore) -> None:
+    app, _ = counting()
+    with scheduled(app, shelf, states, run="me") as scheduler:
+        opened(scheduler)
+        scheduler._look_at = 1e12
+        shelf.waits.clear()
+        scheduler.turn(wait=LONG)
+    assert all(seconds <= scheduling.LEADER_LOOK for seconds in shelf.waits)
 
 
 # --- the real parts ---------------------------------------------------------------------------------------------------

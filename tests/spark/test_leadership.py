@@ -10,12 +10,14 @@ from contextlib import closing, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from oncebox import clock
 from oncebox.errors import InvalidSetting, StateInUse
+from oncebox.processor.scheduler import stopping
 from oncebox.spark import leadership
 from oncebox.spark.leadership import Leadership
 from oncebox.spark.processing import Work, run_work
@@ -129,6 +131,86 @@ def test_tasks_of_a_run_that_leads_no_longer_take_no_partition(tmp_path: Path) -
         states.stand_down("totals", "another")
         rows = [row for batch in run_work(work, TICKETS) for row in batch.to_pylist()]
         assert sum(row["published"] or 0 for row in rows) == 50
+
+
+# --- a stop, told by the state store ----------------------------------------------------------------------------------
+
+
+def long_work(folder: Path, state_url: str, leader: str, **changed: Any) -> Work:
+    """Of a task on another machine: no file tells it to stop, and its shift would last for long."""
+    parts = {"app": "tests.spark.handlers:app", "source": f"outbox+sqlite:///{folder}/outbox.db", "state": state_url}
+    emit = f"sqlite:///{folder}/outbox.db"
+    return Work(**{**parts, "emit": emit, "tasks": 1, "length": LONG, "drain": False, "leader": leader, **changed})
+
+
+def test_tasks_elsewhere_end_when_their_run_announces_its_stop_and_no_other_run_leads_before_its_end(
+    tmp_path: Path, state_url: str, states: StateStore
+) -> None:
+    first, second = run_of(state_url), run_of(state_url)
+    first.take(lambda: True)
+    with opened(f"sqlite:///{tmp_path}/outbox.db") as store:
+        fill(store, 50)
+        work = long_work(tmp_path, state_url, first.me)
+        task = threading.Thread(target=lambda: list(run_work(work, TICKETS)), daemon=True)
+        task.start()
+        until(lambda: published(store) == 50)
+        first.announce_stop()
+        task.join(60)
+        assert not task.is_alive(), "its shift goes on"
+        with pytest.raises(StateInUse):
+            second.take(lambda: True)
+        partition = states.own("totals", 0, 1, owner="next")  # it was given back
+        partition.close()
+    first.end()
+    second.take(lambda: True)
+    second.end()
+
+
+def test_a_run_that_stops_renews_its_lease(state_url: str, states: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leadership, "RENEW", 0.05)
+    first = run_of(state_url)
+    first.take(lambda: True)
+    leadership.announce_stop(states, "totals", first.me)  # as a task does
+    renewed, stop = threading.Event(), threading.Event()
+    leads = first._leads
+
+    def counted(store: StateStore) -> str:
+        found = leads(store)
+        if first._as != first.me:
+            renewed.set()
+        return found
+
+    first._leads = counted  # type: ignore[method-assign]
+    renewing = threading.Thread(target=first.run, args=(stop,))
+    renewing.start()
+    assert renewed.wait(60)
+    stop.set()
+    renewing.join()
+    assert not first.lost
+    assert states.leader("totals") == stopping(first.me) != first.me
+    first.end()
+    assert states.leader("totals") is None
+
+
+def test_a_task_elsewhere_that_ends_its_run_tells_the_other_tasks(tmp_path: Path, states: StateStore) -> None:
+    state_url = f"sqlite:///{tmp_path}/lead"
+    first = run_of(state_url)
+    first.take(lambda: True)
+    with opened(f"sqlite:///{tmp_path}/outbox.db") as store:
+        fill(store, 200, keys=1)
+        rows = list(run_work(long_work(tmp_path, state_url, first.me, emit=None), TICKETS))
+    (report,) = read_all(row["report"] for batch in rows for row in batch.to_pylist() if row["report"])
+    assert report.failure is not None
+    with closing(open_state(state_url)) as leads:
+        assert leads.leader("totals") == stopping(first.me)
+    first.end()
+
+
+def test_a_run_that_stops_and_dies_is_known_as_dead() -> None:
+    """By what it says of itself, in the form of any version."""
+    run = json.dumps({"id": "totals/1", "host": "here", "pid": 7, "machine": "m", "born": "b"})
+    assert {**json.loads(stopping(run)), "stopping": None} == {**json.loads(run), "stopping": None}
+    assert stopping("odd") != "odd"
 
 
 def has(state: str, wanted: dict[str, int]) -> bool:

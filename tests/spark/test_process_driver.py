@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,13 @@ import pytest
 from oncebox import OutboxStore, clock
 from oncebox.cli.call import LEFT, OK, Call
 from oncebox.cli.relaying import _processed
+from oncebox.processor.scheduler import stopping
 from oncebox.spark import SparkProcessor, leadership, process_driver
 from oncebox.spark.leadership import Leadership
 from oncebox.spark.line import Line, Standstill
 from oncebox.spark.reports import Report
 from oncebox.states.base import Space, StateStore, Write
+from oncebox.states.sqlite import SQLiteStateStore
 from oncebox.testing.publishing import given
 from oncebox.wiring import open_state
 from tests.spark.steps import fill, opened
@@ -170,3 +173,40 @@ def test_the_exit_code_says_whether_anything_is_left(left: dict[str, int], code:
     assert {reason: number for reason, number in document["left"].items() if number} == left
     assert lines[:2] == ["handled 7 events", "no handler: 2 order.seen"]
     assert len(lines) == 2 + len(left)
+
+
+# --- a stop -----------------------------------------------------------------------------------------------------------
+
+
+def test_it_tells_tasks_elsewhere_by_the_state_store_and_leads_until_they_are_done(
+    url: str, store: OutboxStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = f"sqlite:///{tmp_path}/state"
+    running = driver(url, state)
+    running._work = replace(running._work, stop=None)
+    end, led = Leadership.end, list[str | None]()
+    with closing(open_state(state)) as states:
+
+        def noted(run: Leadership) -> None:
+            led.append(states.leader("totals"))
+            end(run)
+
+        monkeypatch.setattr(Leadership, "end", noted)
+        running._leadership.take(lambda: True)
+        running.stop()
+        assert led == [stopping(running._leadership.me)]
+        assert states.leader("totals") is None
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_shift_elsewhere_is_as_long_as_here_if_its_tasks_can_learn_of_a_stop(
+    url: str, store: OutboxStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leads: bool
+) -> None:
+    state = f"sqlite:///{tmp_path}/state"
+    monkeypatch.setattr(process_driver, "is_local", lambda _: False)
+    knows = replace(SQLiteStateStore.capabilities, leads=leads)
+    monkeypatch.setattr(SQLiteStateStore, "capabilities", knows)
+    running = driver(url, state)
+    assert (running._work.length == process_driver.SHIFT) is leads
+    assert running._work.stop is None
+    running.stop()

@@ -45,7 +45,7 @@ RELAY_BARS = {
     "cold-start": "≤ 1",
     **{f"idle-{what}": "≤ 1" for what in ("statements", "statements-looking", "connections", "cpu", "cpu-sqlite")},
 }
-PROCESSOR = ("processing", "keys", "chain")
+PROCESSOR = ("processing", "keys", "partitions", "chain")
 STATES = ("sqlite", "rocksdb", "postgresql")
 PROCESSING_BARS = {
     **{f"process-{state}": "≥ 1" for state in STATES},
@@ -53,6 +53,12 @@ PROCESSING_BARS = {
     **{f"process-{state}-overhead": "≤ 2" for state in STATES},
 }
 KEYS_BARS = {f"keys-{state}-{how}": bar for state in STATES for how, bar in (("evenly", "≤ 2"), ("skewed", "≤ 1.5"))}
+
+PARTITIONS_BARS = {
+    "partitions-busy": "≥ 0.8",
+    "partitions-even": "≥ 0.8",
+    **{f"partitions-{what}": "≤ 1" for what in ("open", "idle-1", "idle-2", "idle-8")},
+}
 
 
 @pytest.mark.parametrize(
@@ -62,6 +68,7 @@ KEYS_BARS = {f"keys-{state}-{how}": bar for state in STATES for how, bar in (("e
         pytest.param(RELAY, RELAY_BARS, id="relay"),
         pytest.param(["processing"], PROCESSING_BARS, id="processing"),
         pytest.param(["keys"], KEYS_BARS, id="keys"),
+        pytest.param(["partitions"], PARTITIONS_BARS, id="partitions"),
         pytest.param(["chain"], {"chain-p50": "≤ 1", "chain-p99": "≤ 1"}, id="chain"),
     ],
 )

@@ -209,7 +209,7 @@ def _process(parser: Parser) -> None:
     parser.add_argument("--emit", metavar="URL", help="the outbox that emitted events are written to")
     parser.add_argument("--master", metavar="URL", help="the Spark master (default: as for relay)")
     parser.add_argument("--tasks", metavar="N", type=values.count, help="how many share the partitions (default: 2)")
-    shift = "how long a micro-batch lasts (default: 60s, on several machines 10s)"
+    shift = "how long a micro-batch lasts (default: 60s)"
     parser.add_argument("--shift", metavar="TIME", type=values.duration, help=shift)
     drained = "end once nothing is left, or with exit code 3 if something is"
     parser.add_argument("--drain", action="store_true", help=drained)

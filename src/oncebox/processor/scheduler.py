@@ -5,6 +5,7 @@ wait: for the source, and no longer than until a retry, a partition that met an 
 looked at from time to time is looked at once for all partitions, however many there are.
 """
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,6 +31,18 @@ PAUSE, PAUSE_MAX = 0.5, 10.0  # seconds until a partition that met an error is o
 WAIT_MAX = timedelta(milliseconds=500)  # after which who turns the scheduler may look whether to stop
 LEADER_LOOK = 2.0  # seconds between two looks at who leads
 HELD = (Fenced, StateInUse)  # others have the partition
+
+
+def stopping(run: str) -> str:
+    """What leads in the place of a run that stops: no other run may, and the tasks of this one are to end.
+
+    It says of itself what the run said, so a run that stands by knows whether its process is dead; also one of a former
+    version, which reads over what it does not know.
+    """
+    try:
+        return json.dumps({**json.loads(run), "stopping": True})
+    except (ValueError, TypeError):  # in words of its own
+        return f"{run}, stopping"
 
 
 class PartitionFailed(Exception):
@@ -81,7 +94,8 @@ class Scheduler:
         self.broken = False  # whether an error may have been that of a connection
         self._asked: set[int] = set()  # partitions for which operators may have left requests
         self._look_at = clock.monotonic() + LOOK
-        self._leads, self._leader_at = True, 0.0  # whether the run leads, and when that is looked at again
+        self._leads, self._led, self._leader_at = True, False, 0.0  # now, ever, and when that is looked at again
+        self.ended = False  # its run stops, or leads no longer though it did: it is to give its partitions back
         self._encode = encode
         self._watch = Watch()
 
@@ -145,16 +159,34 @@ class Scheduler:
         """
         self._look()
         done = Round.total([self._step(number) for number in self._unstopped()])
-        if not self._stops():
+        if not self._is_over():
             self._wait(min(wait.total_seconds(), self._due_in()) if done.idle else 0.0)
         return done
 
     def _unstopped(self) -> Iterator[int]:
         """The partitions, up to the one before which the task is to stop."""
         for number in self._mine:
-            if self._stops():
+            if self._is_over():
                 return
             yield number
+
+    def _is_over(self) -> bool:
+        """Whether the task is to stop. Who leads is looked at from time to time, however many partitions there are."""
+        if self.ended or self._stops():
+            return True
+        if self._run is not None and clock.monotonic() >= self._leader_at:
+            try:
+                self._see_leader(self._run)
+            except OnceboxError as error:  # a commit will meet it, too
+                log.debug("%s: who leads is not known: %s", self.owner, error)
+        return self.ended
+
+    def _see_leader(self, run: str) -> None:
+        self._leader_at = clock.monotonic() + LEADER_LOOK
+        found = self._state.leader(self._app.name)
+        self._leads = found in {None, run}
+        self.ended = found == stopping(run) or (self._led and not self._leads)
+        self._led = self._led or self._leads
 
     def _look(self) -> None:
         """For what operators ask, once a second: with one statement, or in each file where that asks no server."""
@@ -175,7 +207,7 @@ class Scheduler:
     def _due_in(self) -> float:
         """Seconds until there is something to do, if nothing comes."""
         now = clock.monotonic()
-        found = [self._look_at - now]
+        found = [self._look_at - now] + ([] if self._run is None else [self._leader_at - now])
         for number in self._mine:
             if number in self._later:
                 found.append(self._later[number][0] - now)
@@ -237,8 +269,7 @@ class Scheduler:
         if self._run is None:
             return
         if clock.monotonic() >= self._leader_at:
-            self._leads = self._state.leader(self._app.name) in {None, self._run}
-            self._leader_at = clock.monotonic() + LEADER_LOOK
+            self._see_leader(self._run)
         if not self._leads:
             raise Fenced(f"another run of processor {self._app.name} leads now")
 

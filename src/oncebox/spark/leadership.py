@@ -10,6 +10,7 @@ from datetime import timedelta
 from .. import clock
 from ..clock import uuid7
 from ..errors import OnceboxError, StateInUse
+from ..processor.scheduler import stopping
 from ..relay.living import known_dead, this_process
 from ..states.base import StateStore
 from ..stores.base import Worker
@@ -29,7 +30,9 @@ class Leadership:
         self._open = open_store
         self._processor = processor
         self.me = _told(this_process(f"{processor}/{uuid7().hex[-12:]}", KIND))
+        self._as = self.me
         self._store: StateStore | None = None
+        self._renewing = threading.Lock()
         self._lost = threading.Event()
 
     @property
@@ -41,7 +44,7 @@ class Leadership:
         """Lead, once nobody else does; `StateInUse`, which names the leader, if `ends` is true first."""
         said = ""
         store = self._store = self._store or self._open()
-        while (found := self._leads(store)) != self.me:
+        while (found := self._leads(store)) != self._as:
             text = f"processor {self._processor} is run by {_shown(found)}"
             if ends():
                 raise StateInUse(f"{text}; stop it first")
@@ -55,17 +58,32 @@ class Leadership:
 
     def _leads(self, store: StateStore) -> str:
         """Who leads. A leader that is known to be dead, on this machine, is replaced at once."""
-        found = store.lead(self._processor, self.me, lasts=LASTS)
-        if found != self.me and known_dead(_worker(found)):
-            found = store.lead(self._processor, self.me, lasts=LASTS, instead_of=found)
+        found = store.lead(self._processor, self._as, lasts=LASTS)
+        if found != self._as and known_dead(_worker(found)):
+            found = store.lead(self._processor, self._as, lasts=LASTS, instead_of=found)
         return found
+
+    def announce_stop(self) -> None:
+        """Have the tasks of this run end: each looks every few seconds who leads. No other run leads before `end`."""
+        with self._renewing:
+            if self._store is None or self.lost:
+                return
+            self._note(self._store.lead(self._processor, stopping(self.me), lasts=LASTS, instead_of=self.me))
+
+    def _note(self, leader: str) -> None:
+        """A task may have announced the stop, too: then the lease is renewed with these words."""
+        if leader == stopping(self.me):
+            self._as = leader
+        elif leader != self.me:
+            self._lost.set()
 
     def run(self, stop: threading.Event) -> None:
         """Renew the lease until told to stop; a store that is away is asked again."""
         while not stop.wait(RENEW):
             try:
-                if not self.lost and self._store is not None and self._leads(self._store) != self.me:
-                    self._lost.set()
+                with self._renewing:
+                    if not self.lost and self._store is not None:
+                        self._note(self._leads(self._store))
             except Exception as error:  # noqa: BLE001 - without this thread the run would not notice that another leads
                 log.warning("processor %s: the lease was not renewed: %s", self._processor, error)
 
@@ -76,9 +94,15 @@ class Leadership:
             return
         with closing(store):
             try:
-                store.stand_down(self._processor, self.me)
+                store.stand_down(self._processor, self._as)
             except OnceboxError as error:
                 log.warning("processor %s: another run waits until the lease is over: %s", self._processor, error)
+
+
+def announce_stop(store: StateStore, processor: str, run: str) -> None:
+    """Have the tasks of this run end, if it leads: for a task that ends its run."""
+    if store.leader(processor) == run:
+        store.lead(processor, stopping(run), lasts=LASTS, instead_of=run)
 
 
 def _told(worker: Worker) -> str:

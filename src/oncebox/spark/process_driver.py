@@ -32,10 +32,11 @@ from ..outage import LAST_MAX, at_the_end, outlast
 from ..processor.app import load
 from ..processor.opening import excuse
 from ..processor.pace import pace_of
+from ..processor.scheduler import LEADER_LOOK
 from ..processor.unhandled import merged
 from ..states.base import StateStore
 from ..stores.base import hidden_password
-from ..wiring import anchored, open_source, open_state, open_store
+from ..wiring import anchored, open_source, open_state, open_store, state_class
 from .driver import LOOK, SHIFT_MAX, SHIFT_MIN
 from .jvm import JvmGone, jvm_watched
 from .leadership import Leadership
@@ -49,7 +50,7 @@ from .tickets import own_format
 log = logging.getLogger(__name__)
 
 SHIFT = timedelta(minutes=1)  # between two of them nobody works on a task's partitions
-SHIFT_APART = timedelta(seconds=10)  # where the tasks are elsewhere, and are told to stop between two shifts only
+SHIFT_APART = timedelta(seconds=10)  # where tasks elsewhere learn between two shifts only that they are to stop
 STOP_SECONDS = 30.0  # until a handler that does not end is ended with its process
 EXCUSE_SECONDS = 10.0
 STALLED_TIMEOUTS = 2  # of the slowest handler, beyond the length of a shift: a query that takes longer stands still
@@ -73,8 +74,8 @@ def process(
     """Start the processor that `module:name` names on this session; return a handle on its query.
 
     Everything is opened here once, so that what is wrong is said at once. What does not answer is asked until
-    `gives_up` is true; so is a processor that another run leads: then it is `StateInUse`. A `shift` lasts a minute, or
-    10 seconds where the tasks are on other machines.
+    `gives_up` is true; so is a processor that another run leads: then it is `StateInUse`. A `shift` lasts a minute; 10
+    seconds where the tasks are on other machines and the state store does not know who leads.
     """
     running = SparkProcessor(
         spark,
@@ -111,7 +112,8 @@ class SparkProcessor:
         with jvm_watched():
             self._master = master_of(spark)
         here = is_local(self._master)
-        shift = shift or (SHIFT if here else SHIFT_APART)
+        self._shares_leaders = state_class(state).capabilities.leads
+        shift = shift or (SHIFT if here or self._shares_leaders else SHIFT_APART)
         if not SHIFT_MIN <= shift <= SHIFT_MAX:
             raise InvalidSetting(f"a shift of {shift}; give {SHIFT_MIN} to {SHIFT_MAX}")
         if drain_wait < timedelta(0):
@@ -257,13 +259,14 @@ class SparkProcessor:
     def stop(self) -> None:
         """Let the tasks finish their batches and give their partitions back; then end the query. Safe to repeat.
 
-        On one machine they see it at once; elsewhere when their shift is over. A handler that still runs 30 s later is
-        ended with its process, and its event is not charged.
+        On one machine they see it at once. Elsewhere they look every 2 s who leads; if the state store does not know
+        that, they end with their shift. A handler that still runs 30 s later is ended with its process, and its event
+        is not charged.
         """
         if not self._temporary.exists():
             return
         self._stop_file.touch()
-        seen_after = 0.0 if self._work.stop else 2 * self._work.length.total_seconds()
+        seen_after = 0.0 if self._work.stop else self._announced_stop()
         ends = clock.monotonic() + seen_after + STOP_SECONDS
         with suppress(JvmGone), jvm_watched():
             while (works := self._line.works) and clock.monotonic() < ends:
@@ -279,6 +282,16 @@ class SparkProcessor:
                 "processor %s: the state store stands still; another run waits until the lease is over", self._app.name
             )
         shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _announced_stop(self) -> float:
+        """Tell tasks on other machines by the state store; after how many seconds all of them know."""
+        at_the_next_shift = 2 * self._work.length.total_seconds()
+        try:
+            told = not self._leadership.lost and at_the_end(self._leadership.announce_stop)
+        except OnceboxError as error:
+            log.warning("processor %s: its tasks end with their shift, not before: %s", self._app.name, error)
+            told = False
+        return 2 * LEADER_LOOK if told and self._shares_leaders else at_the_next_shift
 
     def _excuse(self) -> None:
         """Tasks had to be ended. No event is charged for that: only what ends its process by itself is."""

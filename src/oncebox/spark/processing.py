@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -33,6 +33,7 @@ from ..producer.payload import Encoder
 from ..stores.base import hidden_password
 from ..wiring import open_source, open_state, open_store
 from .collecting import keep_loaded, rare_collections
+from .leadership import announce_stop
 from .reports import Failure, Report, TaskEnded
 from .session import is_local
 from .shifts import COUNTS, Ticket, counts
@@ -57,7 +58,7 @@ class Work:
     drain: bool
     drain_wait: timedelta = timedelta(seconds=30)  # without progress, for what is not due or held by others
     leader: str | None = None  # the run that these tasks belong to
-    stop: str | None = None  # the file that tells to stop, where it can be seen; else a shift comes to its end
+    stop: str | None = None  # the file that tells to stop, where it can be seen; else the state store tells
     logging: logs.LogSettings = field(default_factory=logs.LogSettings)
 
     @property
@@ -69,6 +70,9 @@ class Work:
         """Let all tasks end, where they see it."""
         if self.stop is not None:
             Path(self.stop).touch()
+        elif self.leader is not None:
+            with suppress(OnceboxError), closing(open_state(self.state)) as store:
+                announce_stop(store, load(self.app).name, self.leader)
 
 
 def check_place(state: str, master: str) -> None:
@@ -116,7 +120,7 @@ def _run(work: Work, ticket: Ticket) -> Iterator[pa.RecordBatch]:
         ending = Ending(work, scheduler)
         passed_by: dict[str, int] = {}
         done = Round()
-        while not work.stopped and (clock.monotonic() < until or scheduler.unbegun):
+        while not (work.stopped or scheduler.ended) and (clock.monotonic() < until or scheduler.unbegun):
             done = _turn(scheduler, ending.wait)
             if done.finished:
                 yield counts(scheduler.owner, done.finished)

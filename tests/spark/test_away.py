@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import psycopg
 import pytest
 from py4j.protocol import Py4JError, Py4JNetworkError  # type: ignore[import-untyped]
 from pyspark import SparkContext
@@ -24,10 +25,10 @@ from oncebox.errors import SchemaMissing, StoreError, StoreUnavailable
 from oncebox.event import Published
 from oncebox.logs import LogSettings
 from oncebox.relay.settings import RelaySettings
-from oncebox.relay.worker import Parts
 from oncebox.spark import driver, processing, shifts
 from oncebox.spark.driver import FAILURES_MAX, DrainFailed, Left, Plan, SparkRelay
 from oncebox.spark.jvm import JvmGone, jvm_watched
+from oncebox.spark.keeper import Keeper
 from oncebox.spark.line import RESTART_MIN, Line
 from oncebox.spark.processing import Work, _run
 from oncebox.spark.shifts import Shift, Ticket, _work
@@ -36,6 +37,7 @@ from oncebox.testing.proxy import Proxy
 from tests.relay.stage import Stage
 from tests.spark.steps import fill, opened, published, until
 
+CONNECTED = "select count(*) from pg_stat_activity where application_name = 'shift' and datname = current_database()"
 TICKET = Ticket(run="run", ticket=1, task=0, again=False)
 TIMING = Timing(
     lease=timedelta(seconds=3),
@@ -55,13 +57,11 @@ def proxy() -> Iterator[Proxy]:
 def store(postgresql_url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[OutboxStore]:
     """Through the proxy the tasks see it; what a former test kept for its tasks is forgotten."""
     proxy.target = int(postgresql_url.rpartition(":")[2].partition("/")[0])
-    kept: dict[tuple[str, str], Parts] = {}
-    monkeypatch.setattr(shifts, "_kept", kept)
+    kept = Keeper()
+    monkeypatch.setattr(shifts, "KEEPER", kept)
     with opened(postgresql_url) as store:
         yield store
-    for parts in kept.values():
-        parts.store.close()
-        parts.heartbeat_store.close()
+    kept.clear()
 
 
 def shift_at(url: str, seconds: float, *, drain: bool = False) -> Shift:
@@ -85,6 +85,26 @@ def test_a_shift_whose_store_is_away_ends_without_a_failure(
     """A task that fails makes its query fail, which pauses beyond the outage."""
     proxy.reset()
     assert list(_work(shift_at(proxy.url(postgresql_url), 1.0), TICKET)) == []
+
+
+def test_a_process_without_a_shift_holds_no_connection(
+    store: OutboxStore, postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark may run all later shifts in other processes, while this one lives on."""
+    monkeypatch.setattr(shifts, "KEEPER", Keeper(unused_max=timedelta(milliseconds=300)))
+    opens: list[str] = []
+
+    def counted(url: str) -> OutboxStore:
+        opens.append(url)
+        return open_store(url)
+
+    monkeypatch.setattr(shifts, "open_store", counted)
+    url = f"{postgresql_url}?application_name=shift"
+    for _ in range(2):
+        list(_work(shift_at(url, 0.1), TICKET))
+    assert len(opens) == 2, "the second shift has the connections of the first"
+    with psycopg.connect(postgresql_url, autocommit=True) as watcher:
+        until(lambda: watcher.execute(CONNECTED).fetchone() == (0,))
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ import pyarrow as pa
 import pytest
 
 from oncebox import OutboxStore, clock
-from oncebox.processor.keeper import Keeper, Loan
 from oncebox.publishers.valkey import ValkeyPublisher
 from oncebox.spark import processing
+from oncebox.spark.keeper import Keeper, Loan
 from oncebox.spark.processing import Work, run_work
 from oncebox.testing.publishing import given
 from oncebox.testing.servers import Valkey
-from tests.spark.steps import fill, opened
+from tests.spark.steps import fill, opened, until
 
 ROOT = Path(__file__).parent.parent.parent
 PARTITIONS = 4
@@ -146,6 +147,19 @@ def test_what_is_unused_for_long_and_what_is_too_much_is_closed() -> None:
     clock.sleep(0.01)
     keeper.put("b", Part())
     assert not old.open
+
+
+def test_what_is_unused_is_closed_though_no_shift_comes() -> None:
+    """Spark may run all later shifts in other processes."""
+    keeper = Keeper(unused_max=timedelta(milliseconds=50))
+    for number in range(2):
+        part = Part()
+        keeper.put(number, part)
+        until(partial(_is_closed, part))
+
+
+def _is_closed(part: Part) -> bool:
+    return not part.open
 
 
 def test_a_forked_process_has_nothing_of_its_parent() -> None:

@@ -18,6 +18,7 @@ from oncebox.errors import OnceboxError, PositionGone, StateError
 from oncebox.processor.handling import NoOutbox
 from oncebox.processor.scheduler import Scheduler
 from oncebox.spark import process, shifts
+from oncebox.spark.keeper import Keeper
 from oncebox.spark.processing import PASSING, Work, run_work
 from oncebox.spark.reports import Failure, Observed, Report, Stopped, read_all, read_observed
 from oncebox.spark.shifts import COUNTS, RECEIPTS, run_shift
@@ -134,7 +135,7 @@ def test_what_is_not_known_is_raised(
 
 
 def test_a_relays_task_reports_what_no_retry_can_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shifts, "_kept", {})
+    monkeypatch.setattr(shifts, "KEEPER", Keeper())
     (report,) = reports(run_shift(shift_at("nowhere://", 1.0), TICKETS))
     assert report.failure is not None
     assert report.failure.error_type is errors.UnknownStore
@@ -142,7 +143,7 @@ def test_a_relays_task_reports_what_no_retry_can_fix(tmp_path: Path, monkeypatch
 
 def test_a_ticket_that_may_have_receipts_to_make_up_for_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spark would note it as done, and nobody would write the receipts of its former attempt."""
-    monkeypatch.setattr(shifts, "_kept", {})
+    monkeypatch.setattr(shifts, "KEEPER", Keeper())
     shift = shift_at("nowhere://", 1.0)
     changed = {name: getattr(shift, name) for name in type(shift).__slots__} | {"receipts": True}
     with pytest.raises(errors.UnknownStore):

@@ -38,6 +38,11 @@ class Parts:
     call_size: CallSize = field(default_factory=CallSize)  # likewise
     watchdog: Watchdog = field(default_factory=Watchdog)  # likewise
 
+    def close(self) -> None:
+        """Give all connections back."""
+        for part in (self.publisher, self.heartbeat_store, self.store):
+            part.close()
+
 
 class Obstacle(NamedTuple):
     """What keeps a worker from claiming, and how many seconds to wait until the next look."""

@@ -25,7 +25,6 @@ from ..errors import (
 from ..outage import outlast
 from ..processor.app import load
 from ..processor.engine import Round
-from ..processor.keeper import Keeper, Loan
 from ..processor.parts import AtStep
 from ..processor.scheduler import WAIT_MAX, PartitionFailed, Scheduler
 from ..processor.unhandled import merged
@@ -33,6 +32,7 @@ from ..producer.payload import Encoder
 from ..stores.base import hidden_password
 from ..wiring import open_source, open_state, open_store
 from .collecting import keep_loaded, rare_collections
+from .keeper import Keeper, Loan
 from .leadership import announce_stop
 from .reports import Failure, Report, TaskEnded
 from .session import is_local

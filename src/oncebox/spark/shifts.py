@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -26,10 +26,12 @@ from ..relay.worker import Parts, RelayWorker, new_worker_id
 from ..stores.base import Receipt
 from ..wiring import open_publisher, open_store
 from .collecting import keep_loaded, rare_collections
+from .keeper import Keeper, Loan
 from .reports import COLUMN, Failure, Report, TaskEnded, reporting
 
 log = logging.getLogger(__name__)
 
+KEEPER = Keeper()  # of this process
 IDLE_LONGEST = timedelta(minutes=1)  # of a shift in which nothing is claimed, unless one length is longer
 ID_CHARACTERS = 36
 _DIGITS = [place for place in range(ID_CHARACTERS) if place not in {8, 13, 18, 23}]  # where no dash is
@@ -127,7 +129,8 @@ def _work(shift: Shift, ticket: Ticket) -> Iterator[pa.RecordBatch]:
     )
     with ExitStack() as stack:
         try:
-            parts = waits(partial(_opened, shift, may_end=not (anew and shift.receipts)))
+            loan = stack.enter_context(Loan(KEEPER))
+            parts = waits(partial(_opened, loan, shift, may_end=not (anew and shift.receipts)))
             if anew:
                 waits(partial(_free, shift, parts, place))
             if failed_before or (ticket.again and shift.receipts):
@@ -161,14 +164,14 @@ def _delivered(shift: Shift, worker: RelayWorker, until: float) -> Iterator[Batc
             return
 
 
-def _opened(shift: Shift, *, may_end: bool) -> Parts:
+def _opened(loan: Loan, shift: Shift, *, may_end: bool) -> Parts:
     """What a task works with. `TaskEnded` for what no retry can fix.
 
     But a ticket that a former attempt may have worked on must not end so: the receipts of that attempt would be missing
     for ever. Then the error is raised, and the query tries again.
     """
     try:
-        return _parts(shift)
+        return loan.take((shift.store, shift.to), partial(_parts, shift))
     except OnceboxError as error:
         if error.retryable or not may_end:
             raise
@@ -204,22 +207,17 @@ def _delivered_before(shift: Shift, parts: Parts, place: str) -> Iterator[pa.Rec
         last = page[-1]
 
 
-# --- what an executor keeps from one shift to the next ----------------------------------------------------------------
-
-_kept: dict[tuple[str, str], Parts] = {}
-
-
 def _parts(shift: Shift) -> Parts:
-    key = (shift.store, shift.to)
-    if key not in _kept:
-        settings = shift.settings
-        _kept[key] = Parts(
-            store=open_store(shift.store),
-            heartbeat_store=open_store(shift.store),
-            publisher=open_publisher(shift.to),
-            breaker=Breaker(settings.pause_min, settings.pause_longest),
+    """New ones; what was opened of them is closed if the rest cannot be."""
+    with ExitStack() as opened:
+        parts = Parts(
+            store=opened.enter_context(closing(open_store(shift.store))),
+            heartbeat_store=opened.enter_context(closing(open_store(shift.store))),
+            publisher=opened.enter_context(closing(open_publisher(shift.to))),
+            breaker=Breaker(shift.settings.pause_min, shift.settings.pause_longest),
         )
-    return _kept[key]
+        opened.pop_all()
+    return parts
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

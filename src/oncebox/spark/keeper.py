@@ -1,6 +1,7 @@
 """What a process keeps open from one shift to the next: connections, and never a partition.
 
-The next shift of a task may run in another process. A partition that was kept here would be locked there for ever.
+The next shift of a task may run in another process. A partition that was kept here would be locked there for ever. An
+unused connection would be one too many, so the keeper closes it after some seconds.
 """
 
 import logging
@@ -15,11 +16,12 @@ from .. import clock
 log = logging.getLogger(__name__)
 
 KEPT_MAX = 12  # parts of one process: of four tasks with a source, a state store and an outbox each
-UNUSED_MAX = timedelta(minutes=5)
+UNUSED_MAX = timedelta(seconds=10)  # the next shift of a task begins well within a second
+MARGIN = 0.05  # seconds: then the oldest is old enough for sure
 
 
 class Closeable(Protocol):
-    """A source, a state store, an outbox."""
+    """A source, a store, a publisher, or several of them."""
 
     def close(self) -> None:
         """Give its connections back."""
@@ -36,6 +38,7 @@ class Keeper:
         self._unused_max = unused_max.total_seconds()
         self._lock = threading.Lock()
         self._kept: list[tuple[Hashable, Closeable, float]] = []  # since when it is unused; the oldest first
+        self._timer: threading.Timer | None = None  # runs while something is kept
         os.register_at_fork(after_in_child=self._forget)
 
     def take(self, key: Hashable, opened: Callable[[], Part]) -> Part:
@@ -47,10 +50,11 @@ class Keeper:
         return opened() if found is None else cast("Part", found)
 
     def put(self, key: Hashable, part: Closeable) -> None:
-        """Keep it for the next one who asks for it, for some minutes."""
+        """Keep it for the next shift that asks for it, for some seconds."""
         with self._lock:
             self._kept.append((key, part, clock.monotonic()))
         self._tidy()
+        self._come_back()
 
     def clear(self) -> None:
         """Close all that is kept."""
@@ -69,10 +73,24 @@ class Keeper:
         for _, part, _ in old:
             close(part)
 
+    def _come_back(self) -> None:
+        """Look again when the oldest has been unused for long, whether or not a shift comes here."""
+        with self._lock:
+            if self._timer is None and self._kept:
+                oldest = self._kept[0][2] + self._unused_max
+                self._timer = threading.Timer(max(0.0, oldest - clock.monotonic()) + MARGIN, self._look)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _look(self) -> None:
+        self._timer = None
+        self._tidy()
+        self._come_back()
+
     def _forget(self) -> None:
         """A forked child has connections of its own; those of its parent are not closed by it."""
         self._lock = threading.Lock()
-        self._kept = []
+        self._kept, self._timer = [], None
 
 
 class Loan:

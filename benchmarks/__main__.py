@@ -10,7 +10,20 @@ from pathlib import Path
 
 from oncebox.testing.servers import PostgreSQL
 
-from . import costs, database, delivery, idle, machine, processing, relay, report, sqlite, statements, writing
+from . import (
+    concurrency,
+    costs,
+    database,
+    delivery,
+    idle,
+    machine,
+    processing,
+    relay,
+    report,
+    sqlite,
+    statements,
+    writing,
+)
 from .results import Result
 from .scale import FULL, QUICK, Scale
 
@@ -41,6 +54,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "latency": relay.latency,
     "cold": relay.cold,
     "idle": idle.idle,
+    "concurrency": concurrency.concurrency,
     "processing": processing.processing,
     "keys": processing.keys,
 }

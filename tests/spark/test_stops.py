@@ -15,7 +15,7 @@ from pyspark.sql import Row, SparkSession
 
 from oncebox import OutboxStore, clock, errors
 from oncebox.errors import OnceboxError, PositionGone, StateError
-from oncebox.processor.handling import NoOutbox
+from oncebox.processor.context import NoOutbox
 from oncebox.spark import process, processing, shifts
 from oncebox.spark.processing import Work, run_work
 from oncebox.spark.reports import Failure, Observed, Report, Stopped, read_all, read_observed

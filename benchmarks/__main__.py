@@ -12,6 +12,7 @@ from oncebox.testing.servers import PostgreSQL
 
 from . import (
     chain,
+    concurrency,
     costs,
     database,
     delivery,
@@ -55,6 +56,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "latency": relay.latency,
     "cold": relay.cold,
     "idle": idle.idle,
+    "concurrency": concurrency.concurrency,
     "processing": processing.processing,
     "keys": processing.keys,
     "partitions": partitions.partitions,

@@ -35,6 +35,8 @@ class Scale:
     processed: int  # events of one round of the processor on Spark
     processed_keys: int
     processed_singly: int  # by the loop that commits each message
+    awaited: int  # events of one round of handlers that wait, many at once
+    awaited_singly: int
     rounds_kept: int
     processed_kept: int  # events of one round over many keys of state
     kept_keys: int
@@ -64,6 +66,8 @@ FULL = Scale(
     processed=1_000_000,
     processed_keys=10_000,
     processed_singly=2_000,
+    awaited=1_000,
+    awaited_singly=50,
     rounds_kept=5,
     processed_kept=200_000,
     kept_keys=10_000_000,
@@ -92,6 +96,8 @@ QUICK = Scale(
     processed=20_000,
     processed_keys=10_000,
     processed_singly=50,
+    awaited=100,
+    awaited_singly=5,
     rounds_kept=1,
     processed_kept=20_000,
     kept_keys=50_000,

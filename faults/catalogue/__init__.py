@@ -11,7 +11,7 @@ from ..suites import SUITES
 FILES = (
     *("sqlite", "postgresql", "producer", "model", "operations", "relay", "destinations", "logs", "doctor"),
     *("processor", "refusals", "large_letters", "secrets", "blame", "timeouts", "ends", "executors", "readers"),
-    "slices",
+    *("slices", "concurrency"),
 )
 
 

@@ -120,8 +120,6 @@ class Lives:
         except Died:
             pass
         finally:
-            if engine is not None:
-                engine._handling.runner.close()
             if state is not None:
                 state.close()
         return False

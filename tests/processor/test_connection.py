@@ -12,7 +12,7 @@ import pytest
 
 from oncebox import Event, Fenced, InvalidSetting
 from oncebox.processor import Context, Permanent, Processor
-from oncebox.processor.handling import NoOutbox
+from oncebox.processor.context import NoOutbox
 from oncebox.processor.memory import decoded
 from oncebox.processor.records import dead_letter_from
 from oncebox.states.base import Space, StateStore
@@ -200,7 +200,7 @@ def test_a_batch_that_nobody_asked_a_connection_in_begins_no_transaction(states:
     @app.default
     def look(event: Event, ctx: Context) -> None:
         ctx.state.put(str(event.ordering_key), 1)
-        state: Any = ctx._handling._state  # type: ignore[attr-defined]
+        state: Any = ctx._resources._state  # type: ignore[attr-defined]
         begun.append(state._begun if url.startswith("sqlite") else state._transaction is not None)
 
     log = Log()

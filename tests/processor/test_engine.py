@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from oncebox import Event, Fenced, OutboxStore, clock
 from oncebox.processor import Context, Permanent, Processor
-from oncebox.processor.handling import NoOutbox
+from oncebox.processor.context import NoOutbox
 from oncebox.processor.inbox import identities_in
 from oncebox.processor.memory import decoded
 from oncebox.processor.records import dead_letter_from, progress_from

@@ -14,7 +14,7 @@ import pytest
 from oncebox import ChangeRefused, Event, InvalidEvent, InvalidSetting, StateDamaged, Unhandled, UsageError, clock
 from oncebox.clock import uuid7
 from oncebox.processor import Context, Permanent, Processor
-from oncebox.processor.handling import NoOutbox
+from oncebox.processor.context import NoOutbox
 from oncebox.processor.memory import decoded
 from oncebox.processor.records import DeadLetter, dead_letter_from
 from oncebox.processor.recovery import DIED

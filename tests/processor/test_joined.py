@@ -112,7 +112,6 @@ class Chain:
             except (Died, LeaseLost):
                 continue
             finally:
-                engine._handling.runner.close()
                 engine._state.close()
         raise AssertionError("it never came to an end")
 

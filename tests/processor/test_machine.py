@@ -117,7 +117,6 @@ class Life:
 
     def end(self) -> None:
         """Without a word to the source, nor to the state."""
-        self.engine._handling.runner.close()
         self.state.close()
 
 

@@ -202,7 +202,7 @@ class Working:
     hold_interval, timeout_longest, timeout_shortest = 0.02, 0.1, 0.1
 
     def __init__(self) -> None:
-        self.at_work: tuple[Event] | None = (event(),)
+        self.at_work: tuple[Event, ...] = (event(),)
         self.kept = 0
 
     def timeout_of(self, _: Event) -> float:
@@ -221,6 +221,16 @@ def test_a_handler_that_runs_for_too_long_ends_its_process(caplog: pytest.LogCap
     assert engine.kept, "and what its engine held was renewed meanwhile"
     assert "the handler of order.created has run for" in caplog.text
     assert "test_timeouts.py" in caplog.text or "threading.py" in caplog.text, "and where it was"
+
+
+def test_of_several_handlers_that_stand_still_together_each_event_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    ended = threading.Event()
+    with caplog.at_level(logging.ERROR), Watch(end=ended.set) as watch:
+        engine = Working()
+        engine.at_work = (event(), event(event_type="order.paid"))
+        watch.add(engine)
+        assert ended.wait(30)
+    assert all(str(one.event_id) in caplog.text for one in engine.at_work)
 
 
 def test_many_short_handlers_are_not_one_long_one() -> None:

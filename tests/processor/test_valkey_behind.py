@@ -408,7 +408,6 @@ class Life:
         return not done.idle or bool(self.engine.waiting)
 
     def end(self) -> None:
-        self.engine._handling.runner.close()
         self.state.close()
         self.source.close()
 

@@ -15,7 +15,7 @@ from pyspark.sql import Row, SparkSession
 
 from oncebox import OutboxStore, clock, errors
 from oncebox.errors import OnceboxError, PositionGone, StateError
-from oncebox.processor.handling import NoOutbox
+from oncebox.processor.context import NoOutbox
 from oncebox.processor.scheduler import Scheduler
 from oncebox.spark import process, shifts
 from oncebox.spark.keeper import Keeper

@@ -30,6 +30,7 @@ STORE_BARS = {
     "prune_held": "≤ 1.5",
     "look": "≤ 1.2",
     "stats": "≤ 1",
+    "process-concurrency": "≥ 20",
 }
 RELAY = ("relay", "brokers", "latency", "cold", "idle")
 RELAY_BARS = {

@@ -1,6 +1,5 @@
 """What a developer writes: a processor, its handlers, and what they are given."""
 
-import asyncio
 import difflib
 import inspect
 import re
@@ -15,6 +14,7 @@ from ..event import Event
 
 NAME_MAX = 64
 RETRIES_MAX = 1_000
+CONCURRENCY_MAX = 1_000
 TIMEOUT_MIN, TIMEOUT_MAX = timedelta(milliseconds=100), timedelta(days=1)
 UNHANDLED = ("skip", "stop", "dead")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -121,6 +121,8 @@ class Processor:
     minutes or, where events are claimed from an outbox, 2.5 leases. An async handler is then cancelled, and its event
     has failed with a `TimeoutError`; a plain handler is ended with its process. `unhandled` says what becomes of events
     whose type has no handler: "skip" and count them, "stop" the processor (`Unhandled`), or make each a "dead" letter.
+    `concurrency` is how many async handlers of one partition run at once, for events of different keys; the result is
+    that of running them one by one in the source's order, and a handler may run more than once for it.
     """
 
     name: str
@@ -131,6 +133,7 @@ class Processor:
     limits: Limits = field(default_factory=Limits)
     unhandled: Literal["skip", "stop", "dead"] = "skip"
     handler_timeout: timedelta | None = None
+    concurrency: int = 1
     timeouts: dict[str, timedelta] = field(default_factory=dict, init=False, repr=False)  # of single handlers
     _handlers: dict[str, Handler] = field(default_factory=dict, init=False, repr=False)
     _default: Handler | None = field(default=None, init=False, repr=False)
@@ -150,6 +153,8 @@ class Processor:
             raise InvalidSetting(f"unhandled is {self.unhandled!r}; give one of {', '.join(UNHANDLED)}")
         if self.inbox <= timedelta(0):
             raise InvalidSetting(f"inbox is {self.inbox}; give a time above 0")
+        if not 1 <= self.concurrency <= CONCURRENCY_MAX:
+            raise InvalidSetting(f"concurrency is {self.concurrency}; give 1 to {CONCURRENCY_MAX}")
         if self.handler_timeout is not None:
             _check_timeout("handler_timeout", self.handler_timeout)
 
@@ -264,34 +269,3 @@ def load(path: str) -> Processor:
         hint = f"; did you mean {module}:{near[0]}?" if near else ""
         raise InvalidSetting(f"{path!r} is no Processor{hint}")
     return found
-
-
-class Runner:
-    """Calls handlers, plain or async; the async ones one after the other, on a loop of their own."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.Runner | None = None
-
-    def call(self, handler: Handler, event: Event, context: Context, timeout: Callable[[Event], float]) -> None:
-        """Run it to its end; an async one is cancelled after its timeout, and that is a `TimeoutError`."""
-        result = handler(event, context)
-        if result is not None and inspect.isawaitable(result):
-            self._loop = self._loop or asyncio.Runner()
-            self._loop.run(_awaited(result, timeout(event)))
-
-    def close(self) -> None:
-        """End the loop, if there was one."""
-        if self._loop is not None:
-            self._loop.close()
-            self._loop = None
-
-
-async def _awaited(result: Awaitable[None], seconds: float) -> None:
-    limit = asyncio.timeout(seconds)
-    try:
-        async with limit:
-            await result
-    except TimeoutError as error:
-        if not limit.expired():  # the handler's own
-            raise
-        raise TimeoutError(f"the handler was cancelled after {seconds:g} s, its timeout") from error

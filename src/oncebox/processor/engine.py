@@ -162,7 +162,6 @@ class Engine:
     def close(self) -> None:
         """Give back what is unfinished; a batch that was announced and never ran has not started."""
         try:
-            self._handling.runner.close()
             if self._marking.announced:
                 self._marking.unmark()
         finally:
@@ -191,8 +190,9 @@ class Engine:
             try:
                 change = self._handling.handle(batch)  # 3
                 self._at("handled")
-                batch = batch[: len(batch) - len(change.rest)]
-                self._waiting.put_back(change.rest)
+                if rest := frozenset(change.rest):
+                    batch = [tried for tried in batch if tried not in rest]
+                    self._waiting.put_back(change.rest)
                 self._hold_back(change)
                 skipped += self._taking.take_ahead()  # 1, 2 of the next batch
                 self._marking.announce()
@@ -279,8 +279,8 @@ class Engine:
         return self._app.name
 
     @property
-    def at_work(self) -> tuple[Event] | None:
-        """The event whose handler runs; a new tuple for each run."""
+    def at_work(self) -> tuple[Event, ...] | None:
+        """The events whose handlers run; a new tuple whenever one starts or ends."""
         return self._handling.at_work
 
     def keep(self) -> None:

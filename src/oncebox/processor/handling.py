@@ -4,20 +4,22 @@ A crash after it: nothing of it has happened, and the marker of step 2 has the e
 handler raises is its event's failure: counted, and past `max_retries` the event is given up (EO-07).
 """
 
+import inspect
 import logging
 from asyncio import CancelledError
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from traceback import clear_frames
 from typing import Any
 
 from .. import clock
-from ..errors import InvalidEvent, InvalidSetting, OnceboxError, TransactionEnded, Unhandled
-from ..event import NOTHING, Event, NewEvent
+from ..errors import TransactionEnded, Unhandled
+from ..event import NOTHING, Event
 from ..states.base import KEY_BYTES_MAX, Space
-from . import records, unhandled
-from .app import Handler, Permanent, Runner, State, sealed
+from . import event_loop, records, unhandled
+from .app import Handler, Permanent, sealed
 from .committing import Change
+from .concurrency import ConcurrentBatch
+from .context import HandlerContext, NoOutbox, Resources
 from .memory import Memory, Overlay
 from .pace import Pace
 from .parts import EngineParts
@@ -29,88 +31,6 @@ from .waiting import Tried
 log = logging.getLogger(__name__)
 
 PREFETCHED_MAX = KEY_BYTES_MAX // 4  # characters of a key that fits for sure
-
-
-class HandlerContext:
-    """What one handler is given for one event; see `app.Context`."""
-
-    # Of the class, since most handlers never change them, and one of these is made for each event.
-    borrowed = False  # it asked for the connection
-    trouble: OnceboxError | None = None  # not the event's, whatever the handler makes of it
-    _lent: Any = None
-
-    def __init__(self, handling: "Handling", tried: Tried, state: Overlay) -> None:
-        self._handling = handling
-        self._tried = tried
-        self.state: State = state
-        self.emitted: list[NewEvent] = []
-
-    @property
-    def replay(self) -> int:
-        """See `Context.replay`."""
-        return self._tried.message.replays
-
-    @property
-    def attempt(self) -> int:
-        """See `Context.attempt`."""
-        return self._tried.failures + 1
-
-    @property
-    def connection(self) -> Any:
-        """See `Context.connection`."""
-        if self._lent is None:
-            self.borrowed = True
-            try:
-                self._lent = self._handling.lend()
-            except OnceboxError as error:
-                self.trouble = error
-                raise
-        return self._lent
-
-    def give_back(self, *, keep: bool) -> None:
-        """End what was done on the connection, which was asked for."""
-        if self.trouble is not None:
-            raise self.trouble
-        if self._lent is None:
-            return
-        try:
-            self._handling.take_back(keep=keep)
-        except TransactionEnded as error:
-            self.trouble = error
-            raise
-        self._lent = None
-
-    def emit(
-        self,
-        event_type: str,
-        payload: Any = b"",
-        *,
-        key: str | None = None,
-        partition_key: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        content_type: str | None = None,
-        delay: timedelta | None = None,
-    ) -> None:
-        """See `Context.emit`."""
-        self._handling.check_emits()
-        body, kind = self._handling.encode(payload)
-        self._handling.check_emitted(body)
-        self.emitted.append(
-            NewEvent(
-                event_id=records.emitted_id(self._handling.name, self._tried.message, len(self.emitted)),
-                event_type=event_type,
-                payload=body,
-                content_type=content_type or kind,
-                ordering_key=key,
-                partition_key=partition_key,
-                headers=dict(headers or {}),
-                delay=delay,
-            )
-        )
-
-
-class NoOutbox(InvalidSetting):
-    """A handler emits, and nobody said where to: the processor stops, and no event is blamed for it."""
 
 
 class Handling:
@@ -125,32 +45,38 @@ class Handling:
         encode: Callable[[Any], tuple[bytes, str]],
     ) -> None:
         self.name = parts.name
+        self.concurrency = parts.app.concurrency
+        self.memory = memory
+        self.resources = Resources(parts, encode)
+        self.at_work: tuple[Event, ...] | None = None  # the events whose handlers run
         self._app = parts.app
         self._state = parts.state
         self._source_name = parts.source_name
-        self._outbox = parts.outbox
-        self._joined = parts.joined
-        self._memory = memory
         self._pace = pace
         self._taking = taking
-        self.encode = encode
-        self.runner = Runner()
-        self.at_work: tuple[Event] | None = None  # the event whose handler runs
+        self._runs_alone: dict[int, bool] = {}  # by the id of a handler
 
     def timeout_of(self, event: Event) -> float:
         """Seconds that the handler of this event may take."""
         return self._app.timeouts.get(event.event_type, self._pace.timeout).total_seconds()
 
     def handle(self, batch: Sequence[Tried]) -> Change:
-        """Run the handlers of these, in turn; what to commit."""
+        """Run the handlers of these; what to commit: that of running them in turn."""
         change = Change()
-        stopped: set[str | None] = set()
         keys = {tried.message.event.ordering_key for tried in batch}
-        self._memory.prefetch([key for key in keys if key and len(key) <= PREFETCHED_MAX])
-        handler_of, max_retries = self._app.handler, self._app.max_retries
+        self.memory.prefetch([key for key in keys if key and len(key) <= PREFETCHED_MAX])
         if self._app.unhandled == "stop":
             self._check_types(batch)
         ends = clock.monotonic() + self._pace.batch
+        if self.concurrency > 1 and len(batch) > 1:
+            ConcurrentBatch(self, batch, change, ends).handle()
+        else:
+            self._handle_in_turn(batch, change, ends)
+        return change
+
+    def _handle_in_turn(self, batch: Sequence[Tried], change: Change, ends: float) -> None:
+        stopped: set[str | None] = set()
+        handler_of, max_retries = self._app.handler, self._app.max_retries
         for place, tried in enumerate(batch):
             now = clock.monotonic()
             if now >= self._taking.hold_at:
@@ -164,12 +90,32 @@ class Handling:
                 continue
             handler = handler_of(event.event_type)
             if handler is None or tried.failures > max_retries or tried.message.fault is not None or tried.emitted:
-                self._settle(tried, change)
-            elif not self._run(handler, event, tried, change) and event.ordering_key is not None:
+                self.settle(tried, change)
+            elif not self.run(handler, event, tried, change) and event.ordering_key is not None:
                 stopped.add(event.ordering_key)
-        return change
 
-    def _settle(self, tried: Tried, change: Change) -> None:
+    def handler_for(self, tried: Tried) -> Handler | None:
+        """The handler to run for this event, if any."""
+        if tried.failures > self._app.max_retries or tried.message.fault is not None or tried.emitted:
+            return None
+        return self._app.handler(tried.message.event.event_type)
+
+    def is_alone(self, handler: Handler) -> bool:
+        """Whether it never runs together with others: a plain one, or one that has shown that it cannot."""
+        if id(handler) not in self._runs_alone:
+            self._runs_alone[id(handler)] = not is_async(handler)
+        return self._runs_alone[id(handler)]
+
+    def always_alone(self, handler: Handler) -> None:
+        """From now on it never runs together with others."""
+        self._runs_alone[id(handler)] = True
+
+    def keep(self) -> None:
+        """Between two handlers: tell the source what is still worked on, if it is time."""
+        if clock.monotonic() >= self._taking.hold_at:
+            self._taking.keep()
+
+    def settle(self, tried: Tried, change: Change) -> None:
         """An event that no handler runs for."""
         if tried.failures > self._app.max_retries:  # it killed its process once too often, or `max_retries` was lowered
             change.letters.append(self._letter(tried, tried.failures, self._last_error(tried), ""))
@@ -178,7 +124,7 @@ class Handling:
             change.letters.append(self._letter(tried, tried.failures + 1, tried.message.fault, ""))
             change.finished.append(tried)
         elif tried.emitted:
-            self.check_emits()
+            self.resources.check_emits()
             change.emitted.append(records.emitted_again(tried.message.event))
             change.again.add(tried.identity)
             change.finished.append(tried)
@@ -210,15 +156,17 @@ class Handling:
         value = self._state.get(Space.RETRIES, [tried.identity]).get(tried.identity)
         return error_of(value) if value else DIED
 
-    def _run(self, handler: Handler, event: Event, tried: Tried, change: Change) -> bool:
+    def run(self, handler: Handler, event: Event, tried: Tried, change: Change) -> bool:
         """Whether the key may go on: the handler ended well, or its event is given up."""
         if event.headers is not NOTHING or event.metadata is not NOTHING:
             event = sealed(event)
-        overlay = Overlay(self._memory, change.state)
-        context = HandlerContext(self, tried, overlay)
+        overlay = Overlay(self.memory, change.state)
+        context = HandlerContext(self.resources, tried, overlay)
         self.at_work = (event,)
         try:
-            self.runner.call(handler, event, context, self.timeout_of)
+            result = handler(event, context)
+            if result is not None and inspect.isawaitable(result):
+                event_loop.run(event_loop.limited(result, self.timeout_of(event)))
             if context.borrowed:
                 context.give_back(keep=True)
         except (NoOutbox, TransactionEnded):  # the transaction is that of the whole batch
@@ -230,6 +178,7 @@ class Handling:
             return self.note(tried, error, change)
         finally:
             self.at_work = None
+            context.over = True
         change.state.update(overlay.changes)
         if context.emitted:
             change.emitted += context.emitted
@@ -266,24 +215,7 @@ class Handling:
         log.error("%s gives up %s after %d failures: %s", self.name, event.event_id, failures, kept.error)
         return kept
 
-    def lend(self) -> Any:
-        """The connection of the state's transaction, for a handler."""
-        return self._state.lend()
 
-    def take_back(self, *, keep: bool) -> None:
-        """It has ended: well, or not."""
-        self._state.take_back(keep=keep)
-
-    def check_emits(self) -> None:
-        """Refuse to emit when there is no outbox to emit to."""
-        if self._outbox is None:
-            raise NoOutbox(f"{self.name} emits events, and no outbox was named: give --emit URL")
-
-    def check_emitted(self, payload: bytes) -> None:
-        """Refuse what the state store could not keep until it is forwarded."""
-        if len(payload) > records.OUTGOING_PAYLOAD_MAX and not self._joined.emits:
-            raise InvalidEvent(
-                "payload",
-                f"has {len(payload):,} bytes; at most {records.OUTGOING_PAYLOAD_MAX:,} can be emitted unless state and "
-                "outbox are one database; send a reference",
-            )
+def is_async(handler: Handler) -> bool:
+    """Whether a call of it runs nothing yet: a plain function that returns an awaitable may have run for long."""
+    return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)

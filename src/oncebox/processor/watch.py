@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, Self
 
 from .. import clock
@@ -22,6 +22,7 @@ TICK = 1.0  # seconds between two looks, at most
 GRACE, GRACE_SHARE = 5.0, 0.05  # how much longer than its timeout a handler may take to end: seconds, and a share of it
 EXIT_CODE = 70
 STDERR = 2
+NAMED_MAX = 20  # events in a message
 
 
 class Watched(Protocol):
@@ -30,8 +31,8 @@ class Watched(Protocol):
     hold_interval: float  # seconds between two calls of `keep`
 
     @property
-    def at_work(self) -> tuple[Event] | None:
-        """The event whose handler runs; a new tuple for each run."""
+    def at_work(self) -> tuple[Event, ...] | None:
+        """The events whose handlers run; a new tuple whenever one starts or ends."""
 
     @property
     def name(self) -> str:
@@ -71,7 +72,7 @@ class Watch:
         self._keeping = threading.Lock()  # an engine is not removed while it is kept
         self._stop = threading.Event()
         self._tick = TICK
-        self._seen: tuple[Event] | None = None
+        self._seen: tuple[Event, ...] | None = None
         self._ran = 0.0
         self._looked_at = self._armed_at = clock.monotonic()
         self._threads = [
@@ -126,17 +127,19 @@ class Watch:
             self._seen, self._ran = found[1], 0.0
         else:
             self._ran += passed
-            self._judge(found[0], found[1][0])
+            self._judge(*found)
         self._arm_again(now)
 
-    def _judge(self, engine: Watched, event: Event) -> None:
-        limit = engine.timeout_of(event)
+    def _judge(self, engine: Watched, events: tuple[Event, ...]) -> None:
+        """Several run at once on one event loop: which of them blocks it is not known, so all are named."""
+        limit = max(map(engine.timeout_of, events))
         if self._ran < limit + min(GRACE, GRACE_SHARE * limit):
             return
         log.error(
             "%s: the handler of %s has run for %.0f s, longer than its timeout, and is at %s; this process ends. Event "
             "%s is tried again, and has failed if it ran alone",
-            *(engine.name, event.event_type, self._ran, self._where(), event.event_id),
+            *(engine.name, _listed({event.event_type for event in events}), self._ran, self._where()),
+            _listed(event.event_id for event in events),
         )
         self._end()
 
@@ -158,3 +161,9 @@ class Watch:
 
     def _longest(self) -> float:
         return max((engine.timeout_longest for engine in tuple(self._engines)), default=TICK)
+
+
+def _listed(found: Iterable[object]) -> str:
+    names = [str(one) for one in found]
+    more = len(names) - NAMED_MAX
+    return " or ".join(names[:NAMED_MAX]) + (f" or {more} others" if more > 0 else "")

@@ -48,9 +48,10 @@ from ..states.base import KEY_BYTES_MAX, Space, StatePartition, Write, from_micr
 from ..stores.base import OutboxStore, Query
 from . import records, unhandled
 from .app import Handler, Permanent, Processor, Runner, State, sealed
+from .backlog import Backlog
 from .inbox import Inbox
 from .joined import Joined
-from .memory import Entry, Memory, Overlay, writes
+from .memory import PAGE_BYTES_MAX, Entry, Memory, Overlay, writes
 from .pace import checked_hold, pace_of
 from .progress import Tracker
 from .requests import Requests
@@ -233,7 +234,9 @@ class Engine:
         self._outbox = outbox
         self._at = at
         self.encode = encode
-        self._memory = Memory(state, app.limits.cache_max)
+        limits = app.limits
+        self._memory = Memory(state, limits.cache_max, limits.cache_bytes_max, limits.batch_bytes_max)
+        self._backlog = Backlog(app.name, limits.emits_bytes_max)
         self._runner = Runner()
         self._checkpoint = source_name.encode()
         found = state.get(Space.CHECKPOINTS, [self._checkpoint, *records.MARKS])
@@ -350,13 +353,14 @@ class Engine:
 
     def _first_free(self) -> int:
         last = 0
-        for key, _ in self._pages(Space.OUTGOING):
+        for key, value in self._pages(Space.OUTGOING):
             last = int.from_bytes(key)
+            self._backlog.found(value)
         return last + 1
 
     def _pages(self, space: Space) -> Iterator[tuple[bytes, bytes]]:
         after: bytes | None = None
-        while page := self._state.scan(space, after=after):
+        while page := self._state.scan(space, after=after, bytes_max=PAGE_BYTES_MAX):
             yield from page
             after = page[-1][0]
 
@@ -365,8 +369,8 @@ class Engine:
     def step(self, *, wait: timedelta = POLL) -> Round:
         """One turn: a batch from the source and what is due again, to its end."""
         self.keep()
-        if self._left:
-            self._forward()  # before anything newer
+        if self._waits_for_outbox(wait):
+            return Round()
         self._requests.turn()
         lost = self._give_up_lost()
         batch, marked, skipped = self._next_batch(wait)  # 1
@@ -408,6 +412,16 @@ class Engine:
         self._at("acknowledged")
         self._forward()  # 7
         return self._round(change, skipped, lost)
+
+    def _waits_for_outbox(self, wait: timedelta) -> bool:
+        """Whether nothing may run before the outbox has what was emitted: older than what joins, or too much of it."""
+        if not (self._left or self._is_backed_up):
+            return False
+        self._forward()
+        if not (self._left or self._is_backed_up):
+            return False
+        clock.sleep(min(wait.total_seconds(), self._backlog.ask_in))
+        return True
 
     def _next_batch(self, wait: timedelta) -> tuple[list[Tried], bool, int]:
         """Whose turn it is; whether their marker is committed already; how many were done before."""
@@ -485,8 +499,9 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """How many events are delivered, or to be redriven, and unfinished."""
-        return len(self._waiting) + self._requests.left + len(self._lost)
+        """How many events are delivered, or to be redriven, and unfinished, or emitted while their outbox is away."""
+        unsent = 0 if self._backlog.error is None else self._backlog.events
+        return len(self._waiting) + self._requests.left + len(self._lost) + unsent
 
     @property
     def retries(self) -> int:
@@ -504,14 +519,23 @@ class Engine:
         return self._waiting.due_in(clock.monotonic())
 
     @property
+    def outbox_error(self) -> OnceboxError | None:
+        """What the outbox met last, while it takes nothing; None if it is there, as far as is known."""
+        return self._backlog.error
+
+    @property
+    def _is_backed_up(self) -> bool:
+        """Whether so much waits for the outbox that nothing more may be emitted."""
+        return self._outbox is not None and self._backlog.full
+
+    @property
     def progress(self) -> Progress:
         """How far the partition is done, as this life knows it."""
         return self._tracker.progress
 
     def left(self) -> dict[str, int]:
-        """What was delivered or asked for, and is not done, by reason; emitted events up to `FORWARD_MAX`."""
-        emits = len(self._state.scan(Space.OUTGOING, limit=FORWARD_MAX))
-        return {"retries": len(self._waiting), "redrives": self._requests.left, "emits": emits}
+        """What was delivered or asked for, and is not done, by reason."""
+        return {"retries": len(self._waiting), "redrives": self._requests.left, "emits": self._backlog.events}
 
     # --- 1 ----------------------------------------------------------------------------------------------------------
 
@@ -520,15 +544,27 @@ class Engine:
         if self._trouble is not None:
             raise self._trouble
         limits, ready = self._app.limits, self._waiting.ready(clock.monotonic())
-        room = self._take_max - ready
-        if room <= 0 or max(self._tracker.held, len(self._waiting)) >= limits.waiting_max:
+        room, bytes_room = self._room(ready)
+        if room <= 0 or bytes_room <= 0:
             if not ready:  # nothing more is taken before one of them is due
-                clock.sleep(min(wait.total_seconds(), self._waiting.due_in(clock.monotonic()) or 0.0))
+                due_in = self._waiting.due_in(clock.monotonic())
+                clock.sleep(wait.total_seconds() if due_in is None else min(wait.total_seconds(), due_in))
             return 0
-        messages = self._source.poll(room, bytes_max=limits.batch_bytes_max, timeout=NO_TIME if ready else wait)
+        bytes_max = min(limits.batch_bytes_max, bytes_room)
+        messages = self._source.poll(room, bytes_max=bytes_max, timeout=NO_TIME if ready else wait)
         self._plenty = 2 * len(messages) >= room
         self._miss(self._source.lost())
         return self._sort(messages) if messages else 0
+
+    def _room(self, ready: int) -> tuple[int, int]:
+        """How many messages may be taken, and how many bytes of them.
+
+        Where much is done above a message that this life has not been handed, one at a time is: else it never would be.
+        """
+        limits, waiting = self._app.limits, self._waiting
+        if max(self._tracker.held, len(waiting)) >= limits.waiting_max:
+            return (0 if waiting else 1), limits.waiting_bytes_max
+        return self._take_max - ready, limits.waiting_bytes_max - waiting.bytes
 
     def _miss(self, lost: Sequence[Message]) -> None:
         """Noted as delivered at once: the mark of the checkpoint rises over none of them before it is written down."""
@@ -664,6 +700,7 @@ class Engine:
         change = Change()
         stopped: set[str | None] = set()
         keys = {tried.message.event.ordering_key for tried in batch}
+        self._memory.fresh_bytes = 0
         self._memory.prefetch([key for key in keys if key and len(key) <= PREFETCHED_MAX])
         handler_of, max_retries = self._app.handler, self._app.max_retries
         if self._app.unhandled == "stop":
@@ -673,7 +710,7 @@ class Engine:
             now = clock.monotonic()
             if now >= self._hold_at:
                 self.keep()
-            if now >= ends and place:
+            if place and (now >= ends or self._memory.fresh_bytes > self._app.limits.batch_bytes_max):
                 change.rest = batch[place:]
                 break
             event = tried.message.event
@@ -807,6 +844,7 @@ class Engine:
             emitted=tried.emitted,
         )
         kept = records.fitted(letter)
+        self._memory.fresh_bytes += len(kept.traceback) + len(kept.error)
         log.error("%s gives up %s after %d failures: %s", self.name, event.event_id, failures, kept.error)
         return kept
 
@@ -825,6 +863,7 @@ class Engine:
 
     def check_emitted(self, payload: bytes) -> None:
         """Refuse what the state store could not keep until it is forwarded."""
+        self._memory.fresh_bytes += len(payload)
         if len(payload) > records.OUTGOING_PAYLOAD_MAX and not self._joined.emits:
             raise InvalidEvent(
                 "payload",
@@ -856,6 +895,7 @@ class Engine:
         self._requests.committed(identities)
         self._take_max = min(2 * self._take_max, self._app.limits.batch_max)
         self._next_outgoing += len(change.emitted)
+        self._backlog.added()
         if self._failures:
             for tried in done:
                 self._failures.pop(tried.identity, None)
@@ -883,9 +923,10 @@ class Engine:
         # A duplicate of a dead letter is known as one for as long as the letter is there to be redriven.
         found += [Write(Space.INBOX, letter.identity, b"") for letter in change.letters if not letter.emitted]
         found += self._requests.settled(done, dead)
+        outgoing = [] if self._joined.emits else list(map(records.outgoing_bytes, change.emitted))
         found += [
-            Write(Space.OUTGOING, records.outgoing_key(self._next_outgoing + place), records.outgoing_bytes(event))
-            for place, event in enumerate(() if self._joined.emits else change.emitted)
+            Write(Space.OUTGOING, records.outgoing_key(self._next_outgoing + place), value)
+            for place, value in enumerate(self._backlog.adding(outgoing))
         ]
         return found
 
@@ -893,13 +934,21 @@ class Engine:
 
     def _forward(self) -> None:
         """Hand emitted events to the outbox, oldest first; what is there already was handed over before a crash."""
-        if self._joined.emits and not self._left:
+        if self._outbox is None or (self._joined.emits and not self._left) or not self._backlog.may_ask:
             return
-        self._left = False
-        while self._outbox is not None and (page := self._state.scan(Space.OUTGOING, limit=FORWARD_MAX)):
-            refused = hand_over(self._outbox, [records.outgoing_from(value) for _, value in page])
+        while page := self._state.scan(Space.OUTGOING, limit=FORWARD_MAX, bytes_max=self._app.limits.batch_bytes_max):
+            try:
+                refused = hand_over(self._outbox, [records.outgoing_from(value) for _, value in page])
+            except OnceboxError as error:
+                if not error.retryable:
+                    raise
+                self._backlog.refused(error)  # it is asked again later: the partition goes on without it
+                return
             self._at("forwarded")
             self._state.commit([*self._letters_of(refused), *(Write(Space.OUTGOING, key, None) for key, _ in page)])
+            self._backlog.forwarded(page)
+            self.keep()
+        self._left = False
 
     def _letters_of(self, refused: Sequence[tuple[NewEvent, Exception]]) -> list[Write]:
         """An emitted event that the outbox refuses blocks no other; the effects of the handler stay."""

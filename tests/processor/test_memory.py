@@ -1,6 +1,6 @@
 """What handlers see of the state is what was committed, however much of it is remembered."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from datetime import timedelta
 from enum import IntEnum
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from oncebox import clock
 from oncebox.processor.memory import Entry, Memory, Overlay, writes
-from oncebox.states.base import StatePartition
+from oncebox.states.base import Space, StatePartition, StateView, Write
 from oncebox.wiring import open_state
 
 KEYS = st.sampled_from("abcdef")
@@ -24,15 +24,22 @@ VALUES = st.one_of(st.none(), st.integers(), st.binary(max_size=3), st.lists(st.
 @given(
     batches=st.lists(st.lists(st.tuples(KEYS, VALUES), max_size=5), max_size=6),
     cache_max=st.integers(1, 8),
+    bytes_max=st.integers(1, 3_000),
+    read_max=st.integers(1, 20),
 )
 def test_it_agrees_with_a_dictionary(
-    tmp_path_factory: pytest.TempPathFactory, batches: list[list[tuple[str, object]]], cache_max: int
+    tmp_path_factory: pytest.TempPathFactory,
+    batches: list[list[tuple[str, object]]],
+    cache_max: int,
+    bytes_max: int,
+    read_max: int,
 ) -> None:
     store = open_state(f"sqlite:///{tmp_path_factory.mktemp('memory')}")
     state = store.own("memory", 0, 1, owner="test")
-    memory, truth = Memory(state, cache_max), dict[str, object]()
+    memory, truth = Memory(state, cache_max, bytes_max, read_max), dict[str, object]()
     for batch in batches:
         changes: dict[str, Entry] = {}
+        memory.prefetch([key for key, _ in batch])
         for key, value in batch:
             overlay = Overlay(memory, changes)
             if value is None:
@@ -60,6 +67,98 @@ def test_no_more_is_remembered_than_was_said(tmp_path: Path) -> None:
         assert len(memory._newer) + len(memory._older) <= 11
     state.close()
     store.close()
+
+
+class Counted(StateView):
+    """A state that keeps what is committed in a dictionary, and counts how much is read of it."""
+
+    def __init__(self) -> None:
+        self.kept: dict[bytes, bytes] = {}
+        self.reads = 0
+        self.read_at_once = 0
+
+    def commit(self, memory: Memory, changes: dict[str, Entry]) -> None:
+        self.kept.update({write.key: write.value or b"" for write in writes(changes)})
+        memory.committed(changes)
+
+    def get(self, space: Space, keys: Collection[bytes]) -> dict[bytes, bytes]:
+        found = {key: self.kept[key] for key in keys if key in self.kept}
+        self.reads += 1
+        self.read_at_once = max(self.read_at_once, sum(map(len, found.values())))
+        return found
+
+    def scan(self, *_: Any, **__: Any) -> list[tuple[bytes, bytes]]:
+        return []
+
+    def writes(self, *_: Any, **__: Any) -> list[Write]:
+        return []
+
+    def close(self) -> None: ...
+
+
+def put(memory: Memory, view: Counted, **values: Any) -> None:
+    overlay = Overlay(memory, {})
+    for key, value in values.items():
+        overlay.put(key, value)
+    view.commit(memory, overlay.changes)
+
+
+def remembered(memory: Memory) -> int:
+    """Bytes of the keys and values that it keeps, as it should count them."""
+    entries = [*memory._newer.items(), *memory._older.items()]
+    return sum(len(key) + (len(value) if isinstance(value, bytes) else 0) for key, (value, _) in entries)
+
+
+@pytest.mark.requirement("LR-042")
+def test_no_more_bytes_are_remembered_than_was_said() -> None:
+    view = Counted()
+    memory = Memory(view, 1_000_000, 100_000)
+    for number in range(500):
+        put(memory, view, **{f"key-{number}": bytes(1_000)})
+        assert remembered(memory) <= 102_000
+    assert remembered(memory) > 40_000
+    for number in range(5_000):
+        put(memory, view, **{f"{number:01000}": number})
+    assert remembered(memory) <= 102_000, "keys count, too"
+
+
+def test_a_value_larger_than_half_of_the_bytes_is_not_remembered_and_hides_no_older_one() -> None:
+    view = Counted()
+    memory = Memory(view, 100, 10_000)
+    put(memory, view, a="small", b=1)
+    memory._turn_over()  # whichever half it is in
+    memory._older, memory._newer = memory._newer or memory._older, {}
+    put(memory, view, a="x" * 6_000, c="y" * 6_000)
+    assert remembered(memory) < 100
+    assert [Overlay(memory, {}).get(key) for key in "abc"] == ["x" * 6_000, 1, "y" * 6_000]
+
+
+def test_a_value_that_is_put_again_and_again_stays_remembered() -> None:
+    view = Counted()
+    memory = Memory(view, 100, 10_000)
+    put(memory, view, steady="s" * 100)
+    for number in range(1_000):
+        put(memory, view, often="o" * 1_000)
+        assert Overlay(memory, {}).get("steady") == "s" * 100, number
+    assert view.reads == 0
+
+
+def test_what_is_read_for_a_batch_is_bounded_in_bytes() -> None:
+    view = Counted()
+    keys = [f"key-{number}" for number in range(1_000)]
+    view.kept = {key.encode(): b"b" + bytes(10_000) for key in keys}
+    memory = Memory(view, 100_000, 100_000, 500_000)
+    memory.prefetch(keys)
+    assert view.read_at_once <= 500_000
+    for key in keys:
+        assert Overlay(memory, {}).get(key) == bytes(10_000)
+        assert sum(len(value or b"") for value in memory._read.values()) <= 510_100
+    view.reads, view.kept = 0, {key.encode(): b"j1" for key in keys}
+    memory.committed({})
+    for _ in range(3):
+        memory.prefetch(keys)
+        memory.committed({})
+    assert view.reads < 15, "small values are read at once"
 
 
 @pytest.mark.parametrize(

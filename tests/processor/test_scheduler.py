@@ -318,7 +318,7 @@ def test_what_operators_ask_of_an_idle_partition_is_found(
     with scheduled(app, shelf, states) as scheduler:
         until(lambda: bool(runs), scheduler.turn)
         opened(scheduler)
-        Letters(states, "redriven").redrive(LetterQuery(), who="ada", why="try again")
+        Letters(states, "redriven").redrive(LetterQuery(), who="ada", why="try again", everything=True)
         until(lambda: len(runs) == 2, scheduler.turn)
 
 

@@ -4,7 +4,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
@@ -12,6 +12,8 @@ from typing import Any, Literal, Protocol
 from ..errors import InvalidSetting
 from ..event import Event
 
+MIB = 1024 * 1024
+BATCH_COPIES = 4  # of what a batch reads, puts and emits: read, put, encoded for the state, on its way to the outbox
 NAME_MAX = 64
 RETRIES_MAX = 1_000
 CONCURRENCY_MAX = 1_000
@@ -93,17 +95,28 @@ Handler = Callable[[Event, Context], Awaitable[None] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds of one partition's work."""
+    """Bounds of one partition's work, and so of its memory: see `docs/how-to/process-events.md`, "Memory"."""
 
     batch_max: int = 1_000  # events in one transaction
-    batch_bytes_max: int = 16 * 1024 * 1024
+    batch_bytes_max: int = 16 * MIB  # of their payloads; and of what their handlers put and emit, or read
     waiting_max: int = 10_000  # events held back by a failed one, or finished above one
+    waiting_bytes_max: int = 32 * MIB  # of events that were taken and are not finished
     cache_max: int = 100_000  # state values kept in memory
+    cache_bytes_max: int = 32 * MIB  # of them and their keys
+    emits_bytes_max: int = 64 * MIB  # of emitted events, in the state, while the outbox does not take them
 
     def __post_init__(self) -> None:
-        for name in ("batch_max", "batch_bytes_max", "waiting_max", "cache_max"):
-            if getattr(self, name) < 1:
-                raise InvalidSetting(f"{name} is {getattr(self, name)}; give 1 or more")
+        for one in fields(self):
+            if getattr(self, one.name) < 1:
+                raise InvalidSetting(f"{one.name} is {getattr(self, one.name)}; give 1 or more")
+
+    def memory_max(self, partitions: int = 1) -> int:
+        """Bytes that a task with so many partitions may take for events, values and a batch at work.
+
+        Beside it: the process itself, what its stores and clients keep, and one event, or one value, that is larger.
+        """
+        kept = self.cache_bytes_max + self.waiting_bytes_max + self.batch_bytes_max
+        return partitions * kept + BATCH_COPIES * self.batch_bytes_max
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from ..event import NewEvent
 from ..sources.base import Message
 from ..states.base import Space, StatePartition, Write
 from . import records
+from .backlog import Backlog
 from .marking import Marking, marker
 from .memory import Entry, Memory, writes
 from .parts import EngineParts
@@ -53,7 +54,8 @@ class Committing:
         self._memory = memory
         self._marking = marking
         self._requests = requests
-        self._next_outgoing = first_free(parts.state)
+        self._backlog = parts.backlog
+        self._next_outgoing = first_free(parts.state, parts.backlog)
 
     def commit(self, change: Change) -> list[Message]:
         """Write all of it; what the source is to be told."""
@@ -76,6 +78,7 @@ class Committing:
         self._inbox.added(identities)
         self._requests.committed(identities)
         self._next_outgoing += len(change.emitted)
+        self._backlog.added()
         if self._failures:
             for tried in done:
                 self._failures.pop(tried.identity, None)
@@ -100,9 +103,10 @@ class Committing:
         # A duplicate of a dead letter is known as one for as long as the letter is there to be redriven.
         found += [Write(Space.INBOX, letter.identity, b"") for letter in change.letters if not letter.emitted]
         found += self._requests.settled(done, dead)
+        outgoing = [] if self._joined.emits else list(map(records.outgoing_bytes, change.emitted))
         found += [
-            Write(Space.OUTGOING, records.outgoing_key(self._next_outgoing + place), records.outgoing_bytes(event))
-            for place, event in enumerate(() if self._joined.emits else change.emitted)
+            Write(Space.OUTGOING, records.outgoing_key(self._next_outgoing + place), value)
+            for place, value in enumerate(self._backlog.adding(outgoing))
         ]
         return found
 
@@ -111,9 +115,10 @@ class Committing:
         return Write(Space.RETRIES, tried.identity, retry_bytes(tried.failures, told, due_at))
 
 
-def first_free(state: StatePartition) -> int:
-    """The number of the next emitted event that waits in the state to be forwarded."""
+def first_free(state: StatePartition, backlog: Backlog) -> int:
+    """The number of the next emitted event that waits in the state to be forwarded; those that wait are counted."""
     last = 0
-    for key, _ in records.pages(state, Space.OUTGOING):
+    for key, value in records.pages(state, Space.OUTGOING):
         last = int.from_bytes(key)
+        backlog.found(value)
     return last + 1

@@ -8,7 +8,8 @@
 4. A plain handler, and one that scans the state or asks for the connection, runs alone: everything before it is merged,
    and nothing after it starts before it has ended.
 
-When the batch has taken its time, what runs is awaited and merged; what has not started has its turn in the next batch.
+When the batch has taken its time, or its bytes, what runs is awaited and merged. What has not started has its turn in
+the next batch.
 
 A crash at any moment: nothing of it has happened, since all of it is in memory.
 """
@@ -169,7 +170,7 @@ class ConcurrentBatch:
         self._turns = [self._turn(tried) for tried in batch]
         self._head = 0  # the first event that is not merged, or has its turn in the next batch
         self._begun = False
-        self._over = False  # the batch has taken its time: nothing more starts
+        self._over = False  # the batch has taken its time, or its bytes: nothing more starts
         self._rest: list[Tried] = []
         self._stopped: set[str] = set()  # keys of which an event failed
         self._behind: dict[str, deque[int]] = defaultdict(deque)  # by key: what comes after its first unmerged event
@@ -211,7 +212,7 @@ class ConcurrentBatch:
         turn = self._turns[self._head]
         event, handler = turn.tried.message.event, turn.handler
         assert handler is not None
-        self._look_at_clock()
+        self._look_at_bounds()
         if event.ordering_key in self._stopped:
             self._change.skipped.append(turn.tried)
         elif self._over:
@@ -259,7 +260,7 @@ class ConcurrentBatch:
             turn = self._turns[place]
             if turn.alone or turn.tried.message.event.ordering_key in self._stopped:
                 continue
-            self._look_at_clock()
+            self._look_at_bounds()
             if self._over:
                 return
             self._start(turn)
@@ -368,6 +369,6 @@ class ConcurrentBatch:
         if turn.handler is not None and not turn.alone:
             heappush(self._ready, place)
 
-    def _look_at_clock(self) -> None:
-        if self._begun and clock.monotonic() >= self._ends:
+    def _look_at_bounds(self) -> None:
+        if self._begun and (clock.monotonic() >= self._ends or self._handling.is_heavy):
             self._over = True

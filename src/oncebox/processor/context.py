@@ -8,7 +8,7 @@ from ..errors import InvalidEvent, InvalidSetting, OnceboxError, StateError, Tra
 from ..event import NewEvent
 from . import records
 from .app import State
-from .memory import Overlay
+from .memory import Memory, Overlay
 from .parts import EngineParts
 from .waiting import Tried
 
@@ -20,12 +20,13 @@ class NoOutbox(InvalidSetting):
 class Resources:
     """What the contexts of one partition's handlers share."""
 
-    def __init__(self, parts: EngineParts, encode: Callable[[Any], tuple[bytes, str]]) -> None:
+    def __init__(self, parts: EngineParts, memory: Memory, encode: Callable[[Any], tuple[bytes, str]]) -> None:
         self.name = parts.name
         self.encode = encode
         self._state = parts.state
         self._outbox = parts.outbox
         self._joined = parts.joined
+        self._memory = memory
 
     def lend(self) -> Any:
         """The connection of the state's transaction, for a handler."""
@@ -42,6 +43,7 @@ class Resources:
 
     def check_emitted(self, payload: bytes) -> None:
         """Refuse what the state store could not keep until it is forwarded."""
+        self._memory.fresh_bytes += len(payload)
         if len(payload) > records.OUTGOING_PAYLOAD_MAX and not self._joined.emits:
             raise InvalidEvent(
                 "payload",

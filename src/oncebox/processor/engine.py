@@ -40,6 +40,7 @@ from ..states.base import Space, StatePartition
 from ..stores.base import OutboxStore
 from . import records, unhandled
 from .app import Processor
+from .backlog import Backlog
 from .committing import Change, Committing
 from .forwarding import Forwarding
 from .handling import Handling
@@ -145,14 +146,16 @@ class Engine:
             failures=self._failures,
             inbox=Inbox(state),
             joined=self._joined,
+            backlog=Backlog(app.name, app.limits.emits_bytes_max),
         )
-        memory = Memory(state, app.limits.cache_max)
+        limits = app.limits
+        memory = Memory(state, limits.cache_max, limits.cache_bytes_max, limits.batch_bytes_max)
         self._taking = Taking(parts, self._pace)
         self._requests = Requests(app, state, self._taking.admit, asked)
         self._marking = Marking(parts, run)
         self._handling = Handling(parts, memory, self._pace, self._taking, encode)
         self._committing = Committing(parts, memory, self._marking, self._requests)
-        self._forwarding = Forwarding(parts)
+        self._forwarding = Forwarding(parts, self.keep)
         self.hold_interval = self._taking.hold_interval
         self.unhandled: dict[str, int] = {}  # events of types without a handler, by type, since it was opened
 
@@ -172,8 +175,8 @@ class Engine:
     def step(self, *, wait: timedelta = POLL) -> Round:
         """One turn: a batch from the source and what is due again, to its end."""
         self.keep()
-        if self._forwarding.behind:
-            self._forwarding.forward()  # before anything newer
+        if self._waits_for_outbox(wait):
+            return Round()
         self._requests.turn()
         lost = self._taking.give_up_lost()
         batch, marked, skipped = self._next_batch(wait)  # 1
@@ -210,7 +213,6 @@ class Engine:
             one = self.step(wait=NO_TIME)  # the first of them, alone
             return replace(one, skipped=one.skipped + skipped, dead=one.dead + lost)
         self._taking.ended_in_time()
-        self._forwarding.expect(change.emitted)
         self._at("committed")
         if not self._joined.acknowledges:
             self._source.ack(done)  # 6
@@ -218,6 +220,16 @@ class Engine:
         self._at("acknowledged")
         self._forwarding.forward()  # 7
         return self._round(change, skipped, lost)
+
+    def _waits_for_outbox(self, wait: timedelta) -> bool:
+        """Whether nothing may run before the outbox has what was emitted: older than what joins, or too much of it."""
+        if not self._forwarding.blocks():
+            return False
+        self._forwarding.forward()
+        if not self._forwarding.blocks():
+            return False
+        clock.sleep(min(wait.total_seconds(), self._forwarding.ask_in or 0.0))
+        return True
 
     def _next_batch(self, wait: timedelta) -> tuple[list[Tried], bool, int]:
         """Whose turn it is; whether their marker is committed already; how many were done before."""
@@ -305,8 +317,8 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """How many events are delivered, or to be redriven, and unfinished."""
-        return len(self._waiting) + self._requests.left + self._taking.lost
+        """How many events are delivered, or to be redriven, and unfinished, or emitted while their outbox is away."""
+        return len(self._waiting) + self._requests.left + self._taking.lost + self._forwarding.stuck
 
     @property
     def retries(self) -> int:
@@ -320,16 +332,24 @@ class Engine:
 
     @property
     def due_in(self) -> float | None:
-        """Seconds until a retry is due, or more of what operators ask; None if nothing is, as long as nothing comes."""
+        """Seconds until it has something to do, if nothing comes: a retry, what operators ask, a word with the outbox.
+
+        None if it has nothing to do before something comes.
+        """
         if self._taking.unsettled:
             return 0.0
-        found = (self._waiting.due_in(clock.monotonic()), self._requests.due_in)
+        found = (self._waiting.due_in(clock.monotonic()), self._requests.due_in, self._forwarding.ask_in)
         return min((seconds for seconds in found if seconds is not None), default=None)
 
     @property
     def full(self) -> bool:
         """Whether it takes no more messages before some of those that are unfinished are done."""
-        return self._taking.full
+        return self._taking.full or self._forwarding.blocks()
+
+    @property
+    def outbox_error(self) -> OnceboxError | None:
+        """What the outbox met last, while it takes nothing; None if it is there, as far as is known."""
+        return self._forwarding.error
 
     @property
     def progress(self) -> Progress:
@@ -337,5 +357,5 @@ class Engine:
         return self._tracker.progress
 
     def left(self) -> dict[str, int]:
-        """What was delivered or asked for, and is not done, by reason; emitted events up to `FORWARD_MAX`."""
+        """What was delivered or asked for, and is not done, by reason."""
         return {"retries": len(self._waiting), "redrives": self._requests.left, "emits": self._forwarding.left}

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Awaitable, Coroutine
 from contextlib import suppress
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -30,7 +31,7 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
             _runner = asyncio.Runner()
         task: list[asyncio.Task[Any]] = []
         try:
-            return _runner.run(_named(main, task))
+            return _runner.run(_named(main, task), context=copy_context())  # the caller's, not that of the first
         except BaseException:  # KeyboardInterrupt and SystemExit of any task end the run at once
             if task and not task[0].done():
                 end(_runner.get_loop(), task)

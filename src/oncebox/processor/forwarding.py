@@ -5,11 +5,11 @@ database, what is emitted is written there by step 5, and nothing is left to for
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from uuid import UUID
 
 from .. import clock
-from ..errors import DuplicateEvent
+from ..errors import DuplicateEvent, OnceboxError
 from ..event import NewEvent
 from ..states.base import Space, Write
 from ..stores.base import OutboxStore, Query
@@ -22,43 +22,66 @@ FORWARD_MAX = 1_000
 
 
 class Forwarding:
-    """Hands emitted events to the outbox, oldest first."""
+    """Hands emitted events to the outbox, oldest first. An outbox that is away is asked again, after pauses."""
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._name = parts.name
+    def __init__(self, parts: EngineParts, keep: Callable[[], None]) -> None:
+        """`keep` is called between two pages, since an outbox may be slow."""
+        self._app = parts.app
         self._state = parts.state
         self._source_name = parts.source_name
         self._outbox = parts.outbox
         self._joined = parts.joined
+        self._backlog = parts.backlog
         self._at = parts.at
-        self.behind = parts.joined.emits  # perhaps emitted events of a former life, when they did not join
-        self._expected = not self.behind  # perhaps emitted events are on their way
+        self._keep = keep
 
     @property
     def left(self) -> int:
-        """How many emitted events are not forwarded, up to `FORWARD_MAX`."""
-        return len(self._state.scan(Space.OUTGOING, limit=FORWARD_MAX))
+        """How many emitted events are not forwarded."""
+        return self._backlog.events
 
-    def expect(self, emitted: Sequence[NewEvent]) -> None:
-        """These were committed; without a word of that, `forward` does not look."""
-        self._expected = self._expected or bool(emitted and not self._joined.emits)
+    @property
+    def stuck(self) -> int:
+        """How many of them wait for an outbox that is away."""
+        return 0 if self._backlog.error is None else self._backlog.events
+
+    @property
+    def error(self) -> OnceboxError | None:
+        """What the outbox met last, while it takes nothing."""
+        return self._backlog.error
+
+    @property
+    def ask_in(self) -> float | None:
+        """Seconds until the outbox is asked again; None if it is not away."""
+        return None if self._backlog.error is None else self._backlog.ask_in
+
+    def blocks(self) -> bool:
+        """Whether no handler may run before the outbox has taken events: too many, or older ones than what joins."""
+        return self._outbox is not None and (self._backlog.full or (self._joined.emits and self._backlog.events > 0))
 
     def forward(self) -> None:
         """Hand emitted events to the outbox, oldest first; what is there already was handed over before a crash."""
-        if not (self.behind or self._expected):
+        if self._outbox is None or not self._backlog.events or not self._backlog.may_ask:
             return
-        while self._outbox is not None and (page := self._state.scan(Space.OUTGOING, limit=FORWARD_MAX)):
-            refused = hand_over(self._outbox, [records.outgoing_from(value) for _, value in page])
+        while page := self._state.scan(Space.OUTGOING, limit=FORWARD_MAX, bytes_max=self._app.limits.batch_bytes_max):
+            try:
+                refused = hand_over(self._outbox, [records.outgoing_from(value) for _, value in page])
+            except OnceboxError as error:
+                if not error.retryable:
+                    raise
+                self._backlog.refused(error)  # it is asked again later: the partition goes on without it
+                return
             self._at("forwarded")
             self._state.commit([*self._letters_of(refused), *(Write(Space.OUTGOING, key, None) for key, _ in page)])
-        self.behind = self._expected = False
+            self._backlog.forwarded(page)
+            self._keep()
 
     def _letters_of(self, refused: Sequence[tuple[NewEvent, Exception]]) -> list[Write]:
         """An emitted event that the outbox refuses blocks no other; the effects of the handler stay."""
         found: list[Write] = []
         for event, error in refused:
             letter = records.emitted_letter(event, error, source=self._source_name, died_at=clock.now())
-            log.error("%s gives up %s, which it emitted: %s", self._name, event.event_id, letter.error)
+            log.error("%s gives up %s, which it emitted: %s", self._app.name, event.event_id, letter.error)
             found += records.letter_writes(letter)
         return found
 

@@ -47,7 +47,7 @@ class Handling:
         self.name = parts.name
         self.concurrency = parts.app.concurrency
         self.memory = memory
-        self.resources = Resources(parts, encode)
+        self.resources = Resources(parts, memory, encode)
         self.at_work: tuple[Event, ...] | None = None  # the events whose handlers run
         self._app = parts.app
         self._state = parts.state
@@ -64,6 +64,7 @@ class Handling:
         """Run the handlers of these; what to commit: that of running them in turn."""
         change = Change()
         keys = {tried.message.event.ordering_key for tried in batch}
+        self.memory.fresh_bytes = 0
         self.memory.prefetch([key for key in keys if key and len(key) <= PREFETCHED_MAX])
         if self._app.unhandled == "stop":
             self._check_types(batch)
@@ -81,7 +82,7 @@ class Handling:
             now = clock.monotonic()
             if now >= self._taking.hold_at:
                 self._taking.keep()
-            if now >= ends and place:
+            if place and (now >= ends or self.is_heavy):
                 change.rest = batch[place:]
                 break
             event = tried.message.event
@@ -93,6 +94,11 @@ class Handling:
                 self.settle(tried, change)
             elif not self.run(handler, event, tried, change) and event.ordering_key is not None:
                 stopped.add(event.ordering_key)
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether what the handlers of the batch have put and emitted is enough for one commit."""
+        return self.memory.fresh_bytes > self._app.limits.batch_bytes_max
 
     def handler_for(self, tried: Tried) -> Handler | None:
         """The handler to run for this event, if any."""
@@ -212,6 +218,7 @@ class Handling:
             emitted=tried.emitted,
         )
         kept = records.fitted(letter)
+        self.memory.fresh_bytes += len(kept.traceback) + len(kept.error)
         log.error("%s gives up %s after %d failures: %s", self.name, event.event_id, failures, kept.error)
         return kept
 

@@ -7,6 +7,7 @@ from ..sources.base import SourcePartition
 from ..states.base import StatePartition
 from ..stores.base import OutboxStore
 from .app import Processor
+from .backlog import Backlog
 from .inbox import Inbox
 from .joined import Joined
 from .progress import Tracker
@@ -32,6 +33,7 @@ class EngineParts:
     failures: dict[bytes, Failed]  # of events that have failed and are unfinished, delivered or not
     inbox: Inbox
     joined: Joined
+    backlog: Backlog
 
     @property
     def name(self) -> str:

@@ -25,6 +25,7 @@ EXCUSED = b"\0excused"  # the event that was last found marked by another run, a
 MARKS = (STARTED, SUSPECTS, STARTED_BY, EXCUSED)
 IDENTITY_BYTES = 20
 REFUSED = (InvalidEvent, DuplicateEvent, ForbiddenWrite)  # what an outbox that answers says of an event it can't have
+PAGE_BYTES_MAX = 4 * 1024 * 1024  # of the values of a page that is read
 ERROR_MAX = 8_000
 TRACEBACK_MAX = 32_000
 HEADERS_BYTES_MAX = 1024 * 1024  # of a letter: far more than a producer may give, but a stranger's may be larger
@@ -83,7 +84,7 @@ def identities_from(value: bytes | None) -> list[bytes]:
 def pages(view: StateView, space: Space) -> Iterator[tuple[bytes, bytes]]:
     """All entries of a space, page by page."""
     after: bytes | None = None
-    while page := view.scan(space, after=after):
+    while page := view.scan(space, after=after, bytes_max=PAGE_BYTES_MAX):
         yield from page
         after = page[-1][0]
 

@@ -83,7 +83,7 @@ class Taking:
     @property
     def full(self) -> bool:
         """Whether it takes no more messages before some of those that are unfinished are done."""
-        return max(self._tracker.held, len(self._waiting)) >= self._app.limits.waiting_max
+        return min(self._room(0)) <= 0
 
     # --- leases -----------------------------------------------------------------------------------------------------
 
@@ -134,15 +134,27 @@ class Taking:
         if self._trouble is not None:
             raise self._trouble
         limits, ready = self._app.limits, self._waiting.ready(clock.monotonic())
-        room = self._take_max - ready
-        if room <= 0 or self.full:
+        room, bytes_room = self._room(ready)
+        if room <= 0 or bytes_room <= 0:
             if not ready and wait:  # nothing more is taken before one of them is due
-                clock.sleep(min(wait.total_seconds(), self._waiting.due_in(clock.monotonic()) or 0.0))
+                due_in = self._waiting.due_in(clock.monotonic())
+                clock.sleep(wait.total_seconds() if due_in is None else min(wait.total_seconds(), due_in))
             return 0
-        messages = self._source.poll(room, bytes_max=limits.batch_bytes_max, timeout=NO_TIME if ready else wait)
+        bytes_max = min(limits.batch_bytes_max, bytes_room)
+        messages = self._source.poll(room, bytes_max=bytes_max, timeout=NO_TIME if ready else wait)
         self._plenty = 2 * len(messages) >= room
         self._miss(self._source.lost())
         return self._sort(messages) if messages else 0
+
+    def _room(self, ready: int) -> tuple[int, int]:
+        """How many messages may be taken, and how many bytes of them.
+
+        Where much is done above a message that this life has not been handed, one at a time is: else it never would be.
+        """
+        limits, waiting = self._app.limits, self._waiting
+        if max(self._tracker.held, len(waiting)) >= limits.waiting_max:
+            return (0 if waiting else 1), limits.waiting_bytes_max
+        return self._take_max - ready, limits.waiting_bytes_max - waiting.bytes
 
     def take_ahead(self) -> int:
         """While a batch is at work and the source has much, take for the next one."""

@@ -4,10 +4,32 @@ import heapq
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..sources.base import Message
 from .records import DeadLetter
+
+MESSAGE_BYTES = 1_024  # that a message takes in memory, beside its payload, its keys and its headers
+TEXT_BYTES = 64  # that each name and each value of headers and metadata takes, beside its text
+
+
+def size_of(message: Message) -> int:
+    """Bytes that a message takes in memory, about."""
+    event = message.event
+    size = MESSAGE_BYTES + len(event.payload) + len(event.ordering_key or "") + len(event.partition_key or "")
+    if event.headers:
+        size += (
+            len(event.headers) * 2 * TEXT_BYTES + sum(map(len, event.headers)) + sum(map(len, event.headers.values()))
+        )
+    return size + _json_bytes(event.metadata) if event.metadata else size
+
+
+def _json_bytes(value: Any) -> int:
+    if isinstance(value, Mapping):
+        return TEXT_BYTES + sum(_json_bytes(name) + _json_bytes(part) for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return TEXT_BYTES + sum(map(_json_bytes, value))
+    return TEXT_BYTES + (len(value) if isinstance(value, str) else 0)
 
 
 class Failed(NamedTuple):
@@ -23,12 +45,13 @@ NEVER = Failed()
 class Tried:
     """A message that was delivered, or a dead letter that is redriven, and is not finished."""
 
-    __slots__ = ("failures", "identity", "letter", "message", "messages")
+    __slots__ = ("bytes", "failures", "identity", "letter", "message", "messages")
 
     def __init__(self, message: Message, identity: bytes, failures: int = 0, letter: DeadLetter | None = None) -> None:
         self.message = message
         self.identity = identity
         self.failures = failures
+        self.bytes = 0  # of its messages, as `Waiting` counts them
         self.letter = letter  # of one that is redriven: its source was told long ago
         self.messages: tuple[Message, ...] = (message,) if letter is None else ()  # all that is done when this is
 
@@ -49,6 +72,7 @@ class Waiting:
         self._clear()
 
     def _clear(self) -> None:
+        self.bytes = 0  # of the messages that are held; dead letters that are redriven are bounded where they are read
         self._all: dict[bytes, Tried] = {}
         self._ready: deque[Tried] = deque()  # in the order of their positions within each key
         self._late: list[tuple[float, int, Tried]] = []  # a heap: what failed, by when it is due
@@ -69,12 +93,20 @@ class Waiting:
         known = self._all.get(identity)
         if known is None:
             self._all[identity] = tried = Tried(message, identity, failed.failures, letter)
+            if letter is None:
+                self._count(tried, message)
             self._ready.append(tried)
             if failed.failures:
                 self._apart = True
                 self._due[identity] = failed.due
         else:
             known.messages += (message,)
+            self._count(known, message)
+
+    def _count(self, tried: Tried, message: Message) -> None:
+        size = size_of(message)
+        tried.bytes += size
+        self.bytes += size
 
     def add_all(
         self, messages: Iterable[Message], identities: Iterable[bytes], failures: Mapping[bytes, Failed]
@@ -86,6 +118,8 @@ class Waiting:
                 self.add(message, identity, failures.get(identity, NEVER))
             else:
                 known[identity] = tried = Tried(message, identity)
+                tried.bytes = size = size_of(message)
+                self.bytes += size
                 ready.append(tried)
 
     def messages(self) -> list[Message]:
@@ -99,7 +133,7 @@ class Waiting:
         due = self._due | {tried.identity: at for at, _, tried in self._late}
         self._clear()
         for tried in letters:
-            tried.messages = ()
+            tried.messages, tried.bytes = (), 0
             self._all[tried.identity] = tried
             self._ready.append(tried)
             if tried.failures:
@@ -165,6 +199,7 @@ class Waiting:
         """These need no more turn; what waited behind them has one."""
         for tried in done:
             del self._all[tried.identity]
+            self.bytes -= tried.bytes
         if self._holding or self._due:
             for tried in done:
                 self._due.pop(tried.identity, None)

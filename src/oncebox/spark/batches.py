@@ -373,6 +373,8 @@ class Desk:
                 done = engine.step(wait=NOTHING_DONE)
                 for part in counts:
                     counts[part] += getattr(done, part)
+                if engine.outbox_error is not None:
+                    raise engine.outbox_error
                 if done.idle and rows.exhausted and not engine.waiting:
                     return {**counts, "unhandled": json.dumps(engine.unhandled)}
                 if done.idle:

@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, Self
 
+from .. import clock
 from ..errors import InvalidSetting
 from ..event import Event
+
+WAIT_MAX = timedelta(milliseconds=50)  # of a source that has no way to wait for messages
 
 Position = tuple[int, ...]  # within one partition; compared as numbers, never as text
 
@@ -212,6 +215,13 @@ class Source(ABC):
     def unread(self, number: int, progress: Progress) -> bool:
         """Whether a partition has messages that are not done. Looks only: nothing is handed out or taken over."""
         raise InvalidSetting(f"{self.name}: how much of partition {number} is done is not known ({progress})")
+
+    def wait(self, timeout: timedelta) -> None:
+        """Return when an open partition may have a message that `poll` would hand out, or after `timeout`.
+
+        It may return early without a reason, but not again and again. Called from the thread that polls.
+        """
+        clock.sleep(min(timeout, WAIT_MAX).total_seconds())
 
     @abstractmethod
     def close(self) -> None:

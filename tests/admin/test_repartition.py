@@ -14,7 +14,8 @@ from oncebox.processor import records
 from oncebox.processor.memory import encoded
 from oncebox.processor.requests import ASKED
 from oncebox.sources.base import Position
-from oncebox.sources.kafka import KafkaSource, murmur2
+from oncebox.sources.kafka import KafkaSource
+from oncebox.sources.kafka_records import murmur2
 from oncebox.states.base import Space, StateStore, Write
 from oncebox.testing.kafka import Kafka
 from oncebox.testing.servers import Valkey

@@ -24,7 +24,7 @@ from oncebox.event import NewEvent
 from oncebox.processor.engine import Engine
 from oncebox.processor.opening import open_engine
 from oncebox.sources.base import Source
-from oncebox.sources.kafka import KafkaPartition
+from oncebox.sources.kafka_partition import KafkaPartition
 from oncebox.states.base import Space, StateStore
 from oncebox.stores.base import Query
 from oncebox.testing.kafka import Kafka

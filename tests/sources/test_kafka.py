@@ -15,7 +15,8 @@ from oncebox.processor.progress import Tracker
 from oncebox.processor.records import progress_bytes, progress_from
 from oncebox.publishers.kafka import KafkaPublisher
 from oncebox.sources.base import Message, Progress, SourcePartition
-from oncebox.sources.kafka import KafkaPartition, KafkaSource
+from oncebox.sources.kafka import KafkaSource
+from oncebox.sources.kafka_partition import KafkaPartition
 from oncebox.testing.kafka import Kafka
 from oncebox.testing.publishing import given
 from oncebox.wiring import open_source
@@ -60,11 +61,12 @@ def test_a_client_that_never_closes_holds_nobody_up(
     source: KafkaSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As librdkafka's does now and then, when its broker died with an offset on the way."""
-    part = source.partition(0, Progress(), owner="one")
-    closed, answered = part._consumer.close, threading.Event()
-    monkeypatch.setattr("oncebox.sources.kafka.CLOSE_SECONDS", 0.05)
-    part._consumer = SimpleNamespace(close=answered.wait)  # type: ignore[assignment]
-    part.close()
+    source.partition(0, Progress(), owner="one").close()
+    (client,) = source._clients
+    closed, answered = client.consumer.close, threading.Event()
+    monkeypatch.setattr("oncebox.sources.kafka_consumer.CLOSE_SECONDS", 0.05)
+    client.consumer = SimpleNamespace(close=answered.wait)
+    source.close()
     assert "did not close" in caplog.text
     answered.set()
     closed()
@@ -87,9 +89,9 @@ class Moving:
 
 
 @pytest.mark.parametrize("code", [KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE])
-@pytest.mark.parametrize("name", ["get_watermark_offsets", "committed", "describe_topics", "assign", "seek"])
+@pytest.mark.parametrize("name", ["list_offsets", "committed", "describe_topics", "incremental_assign", "seek"])
 def test_a_leader_that_moves_while_a_partition_is_opened_is_asked_again(
-    kafka: Kafka, topic: str, source: KafkaSource, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+    kafka: Kafka, topic: str, source: KafkaSource, name: str, code: int
 ) -> None:
     write_in_transactions(kafka, topic, 3)
     part = source.partition(0, Progress(), owner="one")
@@ -99,7 +101,8 @@ def test_a_leader_that_moves_while_a_partition_is_opened_is_asked_again(
     kept = part.to_keep(found[-1].position)
     part.close()
     kafka.delete_records(topic, 0)
-    monkeypatch.setattr("oncebox.sources.kafka.Consumer", lambda settings: Moving(Consumer(settings), name, 2, code))
+    (client,) = source._clients
+    client.consumer = Moving(client.consumer, name, 2, code)
     source._admin = Moving(source._client(), name, 2, code)  # type: ignore[assignment]
     rest = source.partition(0, Progress(kept), owner="two")  # asks everything that an opening asks
     rest.close()
@@ -113,7 +116,8 @@ def test_a_topic_that_a_starting_broker_does_not_know_yet_is_not_gone(
     (first,) = read(part, 1)
     unknown = KafkaError.UNKNOWN_TOPIC_OR_PART
     source._admin = Moving(source._client(), "describe_topics", 3, unknown)  # type: ignore[assignment]
-    assert part._meaning(KafkaError(unknown)) is None
+    part.fail(KafkaError(unknown))
+    assert part.poll(1, bytes_max=1 << 20, timeout=MOMENT) == []
     part.close()
     source._admin = Moving(source._client(), "describe_topics", 3, unknown)  # type: ignore[assignment]
     source.partition(0, Progress(first.position), owner="two").close()
@@ -175,7 +179,8 @@ class Deaf:
     """A group's coordinator that is not there yet: it refuses the first offsets, at once or when the reader ends."""
 
     def __init__(self, part: KafkaPartition, times: int, code: int = KafkaError._TIMED_OUT, *, late: bool) -> None:
-        self._part, self._consumer = part, part._consumer
+        self._part, self._client, self._consumer = part, part._client, part._client.consumer
+        self._client.consumer = self
         self._times, self._error, self._late = times, KafkaError(code), late
         self._unanswered: list[TopicPartition] = []
         self.heard: list[TopicPartition] = []
@@ -190,15 +195,15 @@ class Deaf:
         else:
             self._consumer.commit(offsets=offsets, asynchronous=asynchronous)
 
-    def consume(self, limit: int, seconds: float) -> list[Any]:
-        found = self._consumer.consume(limit, seconds)
+    def poll(self, seconds: float) -> Any:
+        found = self._consumer.poll(seconds)
         if self._unanswered and not self._part._open:
             self._answer()
         return found
 
     def _answer(self) -> None:
         self._unanswered.clear()
-        self._part._answered(self._error, ())
+        self._client._answered(self._error, ())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._consumer, name)
@@ -211,7 +216,7 @@ def test_the_end_of_a_topic_is_known_though_the_broker_did_not_hear_of_it_at_fir
     """An offset that failed is sent again: at the next look, or when the reader ends."""
     write_in_transactions(kafka, topic, 3)
     part = source.partition(0, Progress(), owner="one")
-    part._consumer = Deaf(part, 2, late=late)  # type: ignore[assignment]
+    Deaf(part, 2, late=late)
     found = read(part, 2)
     part.ack(found)
     given.patiently(lambda: not part.poll(1, bytes_max=1 << 20, timeout=MOMENT) and part.at_end)
@@ -225,7 +230,7 @@ def test_no_offset_is_sent_before_the_one_before_it_was_answered(kafka: Kafka, t
     """One that is tried again behind a later one would take it back."""
     write(kafka, topic, 0, 3)
     part = source.partition(0, Progress(), owner="one")
-    part._consumer = deaf = Deaf(part, 9, late=True)  # type: ignore[assignment]
+    deaf = Deaf(part, 1, late=True)
     for message in read(part, 3):
         part.ack([message])
     assert [asked.offset for asked in deaf.heard] == [1]
@@ -239,7 +244,6 @@ def test_a_group_that_the_reader_may_not_use_is_asked_once_for_each_offset(
     write(kafka, topic, 0, 2)
     part = source.partition(0, Progress(), owner="one")
     deaf = Deaf(part, 9, KafkaError.GROUP_AUTHORIZATION_FAILED, late=False)
-    part._consumer = deaf  # type: ignore[assignment]
     part.ack(read(part, 2))
     for _ in range(3):
         assert part.poll(1, bytes_max=1 << 20, timeout=MOMENT) == []

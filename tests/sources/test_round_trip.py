@@ -12,7 +12,7 @@ from oncebox import clock
 from oncebox.event import BYTES_TYPE, RESERVED_HEADERS, RESERVED_PREFIX, Claim, Event
 from oncebox.publishers import message
 from oncebox.publishers.message import event_from, headers_of, key_of
-from oncebox.sources.kafka import plain_event
+from oncebox.sources.kafka_records import plain_event
 from oncebox.testing.publishing.given import claimed
 
 STRANGER = (uuid4(), "topic")

@@ -6,8 +6,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
-from datetime import timedelta
+from contextlib import ExitStack, closing
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -20,11 +20,12 @@ from pyspark.sql import DataFrame, SparkSession
 
 from oncebox import Event, OutboxStore
 from oncebox.admin.letters import LetterQuery, Letters
-from oncebox.errors import InvalidSetting, StateUnavailable
+from oncebox.errors import InvalidSetting, StateUnavailable, StoreUnavailable
 from oncebox.processor import Context, Processor
 from oncebox.processor.memory import decoded
 from oncebox.processor.records import dead_letter_from, identity
-from oncebox.spark.batches import PARTITION, _in_rows, id_of, travelling
+from oncebox.sources.base import Message
+from oncebox.spark.batches import PARTITION, Desk, Job, _in_rows, id_of, travelling
 from oncebox.spark.java import find_java
 from oncebox.states.base import Space, StateStore
 from oncebox.stores.base import Query
@@ -125,6 +126,30 @@ def test_the_last_batch_is_known_also_when_the_inbox_has_forgotten_it(spark: Spa
     assert counted(state, app) == 50
     run(frame(spark, rows(10, 100)), 7)
     assert counted(state, app) == 60, "the number of another checkpoint's batch: its events are new"
+
+
+def test_a_batch_fails_while_its_outbox_is_away_and_loses_nothing_of_what_it_emitted(
+    tmp_path: Path, emitted: OutboxStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark runs it again; a batch that ended would leave what it emitted to the next one."""
+    app = Processor("emits")
+
+    @app.default
+    def emit(event: Event, ctx: Context) -> None:
+        ctx.emit("told", event.payload)
+
+    def away(*_: object) -> None:
+        raise StoreUnavailable("the outbox does not answer")
+
+    event = Event(UUID(int=1), "any", b"1", datetime(2026, 1, 1, tzinfo=UTC))
+    job = Job(app, "orders", f"sqlite:///{tmp_path}/state", f"sqlite:///{tmp_path}/emitted.db", 1)
+    with monkeypatch.context() as patch, ExitStack() as stack:
+        patch.setattr(type(emitted), "append", away)
+        with pytest.raises(StoreUnavailable, match="does not answer"):
+            Desk(job, stack).run(0, 0, iter([Message((), event)]))
+    with ExitStack() as stack:
+        assert Desk(job, stack).run(0, 0, iter([Message((), event)]))["skipped"] == 1
+    assert [record.event.payload for record in emitted.find()] == [b"1"]
 
 
 def counting(name: str = "counting", **options: Any) -> Processor:

@@ -74,7 +74,7 @@ class Backlog:
         self.error = self._since = None
         self._pause, self._said_full = PAUSE, False
 
-    def refused(self, error: OnceboxError) -> None:
+    def not_taken(self, error: OnceboxError) -> None:
         """Note that the outbox does not answer; say so if that is new, or if it was long ago that it was said."""
         now = clock.monotonic()
         new = self._since is None

@@ -69,7 +69,7 @@ class Forwarding:
             except OnceboxError as error:
                 if not error.retryable:
                     raise
-                self._backlog.refused(error)  # it is asked again later: the partition goes on without it
+                self._backlog.not_taken(error)  # it is asked again later: the partition goes on without it
                 return
             self._at("forwarded")
             self._state.commit([*self._letters_of(refused), *(Write(Space.OUTGOING, key, None) for key, _ in page)])

@@ -88,12 +88,8 @@ class Memory:
         self._read_max = read_max
         self._newer: dict[str, Entry] = {}
         self._older: dict[str, Entry] = {}
-        self._newer_bytes = (
-            0  # of its keys and values; of those that were overwritten, too, until they are counted anew
-        )
-        self.fresh_bytes = (
-            0  # that handlers have put since the last commit, numbers apart; also what else its owner adds
-        )
+        self._newer_bytes = 0  # of its keys and values, also of overwritten ones until they are counted anew
+        self.fresh_bytes = 0  # that a batch has put so far, numbers apart; its owner adds what it has emitted
         self._read: dict[str, bytes | None] = {}
         self._read_bytes = 0
         self._value_bytes = read_max // FIRST_READ  # of a value, about: those that were read ahead last

@@ -307,21 +307,19 @@ def test_a_failed_event_holds_back_its_key_and_no_other(states: StateStore) -> N
 
 @pytest.mark.requirement("EO-07")
 def test_each_handler_has_its_own_timeout(states: StateStore) -> None:
-    stage = Stage(states, max_retries=0)
+    stage, cancelled = Stage(states, max_retries=0), asyncio.Event()
 
     @stage.app.on("order.slow", timeout=timedelta(milliseconds=100))
     async def stuck(event: Event, ctx: Context) -> None:
         ctx.state.put("stuck", 1)
-        await asyncio.sleep(600)
-
-    cancelled = asyncio.Event()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            cancelled.set()
 
     @stage.handler
-    async def handler(event: Event, ctx: Context) -> None:
-        while not stage.letters() and not cancelled.is_set():
-            await asyncio.sleep(0.05)
-            if len(asyncio.all_tasks()) <= 2:  # it, and what runs it
-                cancelled.set()
+    async def outlasts_it(event: Event, ctx: Context) -> None:
+        await cancelled.wait()
         ctx.state.put("outlasted", 1)
 
     stage.add("a", event_type="order.slow")

@@ -177,6 +177,7 @@ class ConcurrentBatch:
         self._ready: list[int] = []  # a heap: what could start
         self._alone = [place for place, turn in enumerate(self._turns) if turn.alone]  # a heap
         self._running: dict[asyncio.Task[None], Turn] = {}
+        self._at_work: dict[asyncio.Task[None], Event] = {}  # the same tasks
         self._fatal: BaseException | None = None
         self._wake = asyncio.Event()
         self._line_up()
@@ -271,6 +272,7 @@ class ConcurrentBatch:
         turn.run = Run(self._handling, turn.handler, turn.tried, self._change.state)
         task = asyncio.create_task(turn.run.run())
         self._running[task] = turn
+        self._at_work[task] = turn.run.event
         task.add_done_callback(self._ended)
         self._show()
 
@@ -279,6 +281,7 @@ class ConcurrentBatch:
         turn = self._running.pop(task, None)
         if turn is None:  # it was abandoned
             return
+        del self._at_work[task]
         self._fatal = self._fatal or error
         if turn.run is not None and turn.run.overlay.wants_alone:
             turn.run = None
@@ -299,7 +302,7 @@ class ConcurrentBatch:
 
     def _show(self) -> None:
         """Which handlers run: a new tuple whenever one starts or ends."""
-        self._handling.at_work = tuple(turn.tried.message.event for turn in self._running.values()) or None
+        self._handling.at_work = tuple(self._at_work.values()) or None
 
     async def _abandon(self) -> None:
         """Nothing of the batch counts: end what runs. What does not end has a context that takes nothing more."""

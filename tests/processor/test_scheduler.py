@@ -11,6 +11,7 @@ from typing import Any, Self
 import pytest
 
 from oncebox import OutboxStore, clock
+from oncebox.admin import LetterQuery, Letters
 from oncebox.clock import uuid7
 from oncebox.errors import Fenced, SourceUnavailable, StateInUse
 from oncebox.event import Event
@@ -297,6 +298,28 @@ def test_operators_are_asked_for_once_for_all_partitions(
         scheduler._look_at = 0.0
         scheduler.turn(wait=AT_ONCE)
         assert asked.counts == {"asked": 1}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_operators_ask_of_an_idle_partition_is_found(
+    shelf: Shelf, states: StateStore, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    monkeypatch.setattr(type(states), "capabilities", StateCapabilities(shared=shared))
+    app = Processor("redriven", max_retries=0)
+    runs: list[int] = []
+
+    @app.on("order.created")
+    def fail_once(event: Event, ctx: Context) -> None:
+        runs.append(1)
+        if len(runs) == 1:
+            raise RuntimeError("not yet")
+
+    shelf.put(2)
+    with scheduled(app, shelf, states) as scheduler:
+        until(lambda: bool(runs), scheduler.turn)
+        opened(scheduler)
+        Letters(states, "redriven").redrive(LetterQuery(error="not yet"), who="ada", why="try again")
+        until(lambda: len(runs) == 2, scheduler.turn)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from datetime import timedelta
 from functools import partial
@@ -67,11 +67,15 @@ def test_a_second_run_stands_by_names_the_owner_and_follows_it(
     assert states.leader("totals") is None
 
 
-def test_a_leader_whose_process_is_dead_is_followed_at_once(state_url: str, states: StateStore) -> None:
+@pytest.mark.parametrize("said", [str, stopping])
+def test_a_leader_whose_process_is_dead_is_followed_at_once(
+    state_url: str, states: StateStore, said: Callable[[str], str]
+) -> None:
+    """Also one that was about to stop."""
     code = "import sys; from oncebox.spark.leadership import *; from oncebox.spark.leadership import _told"
     code += "; print(_told(this_process('totals/dead', KIND)))"
     dead = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert states.lead("totals", dead, lasts=LONG) == dead
+    assert states.lead("totals", said(dead), lasts=LONG) == said(dead)
     follower = run_of(state_url)
     follower.take(lambda: True)
     assert states.leader("totals") == follower.me
@@ -203,14 +207,8 @@ def test_a_task_elsewhere_that_ends_its_run_tells_the_other_tasks(tmp_path: Path
     assert report.failure is not None
     with closing(open_state(state_url)) as leads:
         assert leads.leader("totals") == stopping(first.me)
-    first.end()
-
-
-def test_a_run_that_stops_and_dies_is_known_as_dead() -> None:
-    """By what it says of itself, in the form of any version."""
-    run = json.dumps({"id": "totals/1", "host": "here", "pid": 7, "machine": "m", "born": "b"})
-    assert {**json.loads(stopping(run)), "stopping": None} == {**json.loads(run), "stopping": None}
-    assert stopping("odd") != "odd"
+        first.end()
+        assert leads.leader("totals") is None, "the next run need not wait"
 
 
 def has(state: str, wanted: dict[str, int]) -> bool:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from oncebox.spark import processing
 from oncebox.spark.processing import Work, run_work
 from oncebox.testing.publishing import given
 from oncebox.testing.servers import Valkey
-from tests.spark.steps import fill, opened
+from tests.spark.steps import fill, opened, published, until
 
 ROOT = Path(__file__).parent.parent.parent
 PARTITIONS = 4
@@ -97,6 +98,18 @@ def test_connections_are_not_kept_after_an_error(
     fill(store, 10)
     assert shift(work_over(tmp_path), 2) == 10
     assert opens == dict.fromkeys(OPENED, 2)
+
+
+def test_an_idle_task_sees_that_it_is_to_stop(store: OutboxStore, tmp_path: Path, keeper: Keeper) -> None:
+    stop = tmp_path / "stop"
+    work = work_over(tmp_path, drain=False, length=timedelta(minutes=10), stop=str(stop))
+    task = threading.Thread(target=shift, args=(work, 1), daemon=True)
+    fill(store, 10)
+    task.start()
+    until(lambda: published(store) == 10)
+    stop.touch()
+    task.join(30)
+    assert not task.is_alive()
 
 
 # --- the keeper -------------------------------------------------------------------------------------------------------

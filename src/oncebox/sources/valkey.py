@@ -110,7 +110,7 @@ class ValkeySource(Source):
                 self.client.set(self.owner_key(stream), owner)
             self.client.eval(_TIDY, 1, stream, self.group, owner, self.idle_ms)
             part = ValkeyPartition(self, stream, owner, self._group(stream) or {}, progress)
-        self._open.append(part)
+        self._open = [*(one for one in self._open if one.stream != stream), part]
         return part
 
     def wait(self, timeout: timedelta) -> None:

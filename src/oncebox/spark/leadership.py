@@ -94,7 +94,8 @@ class Leadership:
             return
         with closing(store):
             try:
-                store.stand_down(self._processor, self._as)
+                store.stand_down(self._processor, self.me)
+                store.stand_down(self._processor, stopping(self.me))  # perhaps a task has just announced that
             except OnceboxError as error:
                 log.warning("processor %s: another run waits until the lease is over: %s", self._processor, error)
 

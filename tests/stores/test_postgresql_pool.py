@@ -1,5 +1,7 @@
 """How the URL of a PostgreSQL store is read."""
 
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 
@@ -82,3 +84,27 @@ def test_no_store_waits_for_a_slot_of_another(
     for _ in range(2):
         stores[2].control()
     until(postgresql_url, 1)
+
+
+def test_a_state_store_works_on_a_connection_that_was_opened_before_its_module_came(
+    postgresql_url: str,
+) -> None:
+    """An outbox and a state in one database share connections, and a process opens the outbox first."""
+    program = """
+import sys
+from contextlib import closing
+from oncebox import open_store
+from oncebox.wiring import open_state
+
+url = sys.argv[1]
+with closing(open_store(url, check_schema=False)) as store:
+    store.migrate()
+    assert "oncebox.states.postgresql" not in sys.modules
+    with closing(open_state(url)) as states, closing(states.own("totals", 0, 1, owner="test")) as state:
+        from oncebox.states.base import Space, Write
+
+        state.commit([Write(Space.STATE, b"key", b"value")])
+        assert state.get(Space.STATE, [b"key"]) == {b"key": b"value"}
+"""
+    done = subprocess.run([sys.executable, "-c", program, postgresql_url], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -5,13 +5,11 @@ dies in the middle holds nothing. There is no session state, and nothing is prep
 transaction mode. Whether an entry has expired is decided by the server's clock.
 """
 
-import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import partial
 from importlib import resources
-from itertools import chain
 from typing import Any, ClassVar, Self
 
 import psycopg
@@ -32,6 +30,7 @@ from ..errors import (
     TransactionEnded,
 )
 from ..stores.base import hidden_password
+from ..stores.postgresql_arrays import ByteArray
 from ..stores.postgresql_pool import Connection, ConnectionPool, split_url
 from ..stores.sql import named_blocks
 from .base import (
@@ -68,10 +67,6 @@ _CONTENT = (
 )
 COMMIT_BYTES_MAX = 1_050_000_000  # a little less than the server takes in one message, which is what a commit is
 _INSERTED_ONCE = frozenset({Space.INBOX, Space.OUTGOING, Space.DEAD_LETTERS})
-_BYTEA = psycopg.adapters.types["bytea"].oid
-_ARRAY = struct.Struct("!iiIii")  # dimensions, nulls, type, length, the first index
-_EMPTY_ARRAY = struct.pack("!iiI", 0, 0, _BYTEA)
-_LENGTH = struct.Struct("!i").pack
 _SQL = {
     name: block
     for file in ("postgresql.sql", "postgresql_formats.sql")
@@ -226,7 +221,7 @@ class PostgreSQLView(StateView):
         self._closed = False
 
     def get(self, space: Space, keys: Collection[bytes]) -> dict[bytes, bytes]:
-        return dict(self._run(_GET[space], {"id": self._id, "keys": _Array(list(keys))})) if keys else {}
+        return dict(self._run(_GET[space], {"id": self._id, "keys": ByteArray(list(keys))})) if keys else {}
 
     def scan(
         self,
@@ -327,7 +322,7 @@ class PostgreSQLPartition(PostgreSQLView, StatePartition):
             portion = self._sweeps[space].portion if space in self._sweeps else 0
             known = space in self._habits and self._habits[space].known
             parameters += _parameters(self._id, spaces.get(space, {}).values(), portion, known=known)
-        if (size := sum(len(each.packed) for each in parameters if isinstance(each, _Array))) > COMMIT_BYTES_MAX:
+        if (size := sum(len(each.packed) for each in parameters if isinstance(each, ByteArray))) > COMMIT_BYTES_MAX:
             raise ChangeRefused(f"{self._server.place}: a change of {size:,} bytes; at most {COMMIT_BYTES_MAX:,}")
         (row,) = self._written(calls, parameters, also)
         for space, (looked, expired, updated) in zip(touched, row[1:], strict=True):
@@ -339,7 +334,7 @@ class PostgreSQLPartition(PostgreSQLView, StatePartition):
     def lifetimes(self, space: Space, keys: Collection[bytes]) -> dict[bytes, datetime | None]:
         if space not in self._sweeps or not keys:
             return dict.fromkeys(keys)
-        return dict(self._run(_LIFETIMES[space], {"id": self._id, "keys": _Array(list(keys))}))
+        return dict(self._run(_LIFETIMES[space], {"id": self._id, "keys": ByteArray(list(keys))}))
 
     def _call(self, calls: Sequence[str], parameters: Sequence[Any], *, joined: bool = False) -> list[TupleRow]:
         """Call these, the fence first, if the partition has this owner; a wrong epoch the fence refuses.
@@ -497,33 +492,13 @@ def _parameters(partition_id: int, writes: Collection[Write], portion: int = 0, 
     expiries = [time for _, _, time in puts]
     return [
         partition_id,
-        _Array([key for key, _, _ in puts]),
-        _Array([value for _, value, _ in puts]),
+        ByteArray([key for key, _, _ in puts]),
+        ByteArray([value for _, value, _ in puts]),
         expiries[:1] if len(set(expiries)) == 1 else expiries,  # one stands for all
-        _Array([write.key for write in writes if write.value is None] if len(puts) < len(writes) else []),
+        ByteArray([write.key for write in writes if write.value is None] if len(puts) < len(writes) else []),
         portion,
         known,
     ]
-
-
-class _Array:
-    """A `bytea[]` that is packed in one go: the driver's own way for lists takes ten times as long."""
-
-    def __init__(self, items: Sequence[bytes]) -> None:
-        lengths = map(_LENGTH, map(len, items))
-        head = _ARRAY.pack(1, 0, _BYTEA, len(items), 1) if items else _EMPTY_ARRAY
-        self.packed = head + b"".join(chain.from_iterable(zip(lengths, items, strict=True)))
-
-
-class _ArrayDumper(psycopg.adapt.Dumper):
-    format = psycopg.pq.Format.BINARY
-    oid = psycopg.adapters.types["bytea"].array_oid
-
-    def dump(self, obj: _Array) -> bytes:
-        return obj.packed
-
-
-psycopg.adapters.register_dumper(_Array, _ArrayDumper)
 
 
 class PostgreSQLStateStore(StateStore):

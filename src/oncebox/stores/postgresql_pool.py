@@ -16,6 +16,7 @@ from psycopg.rows import TupleRow
 from .. import clock
 from ..errors import InvalidSetting, StoreUnavailable
 from ..url import Url, broken_percent, parse_url
+from .postgresql_arrays import ByteArray, ByteArrayDumper
 from .postgresql_refusal import Refusals
 
 POOL_DEFAULT = 4
@@ -133,12 +134,14 @@ class ConnectionPool:
             raise StoreUnavailable(f"{self._place}: this store was closed")
         # Nothing is prepared: inside, the functions of the schema keep their plans anyway.
         try:
-            return psycopg.connect(self._conninfo, autocommit=True, prepare_threshold=None)
+            connection = psycopg.connect(self._conninfo, autocommit=True, prepare_threshold=None)
         except psycopg.OperationalError as error:
             refused = self._refusals.of(error)
             if refused is None:
                 raise
             raise refused from error
+        connection.adapters.register_dumper(ByteArray, ByteArrayDumper)  # for a state store, which shares connections
+        return connection
 
     def _take(self) -> Connection:
         while not self._closed and (connection := self._free.take()) is not None:

@@ -1,5 +1,5 @@
 """The exactly-once processor's engine: begin, handle, checkpoint, commit, and only then acknowledge."""
 
-from .app import Context, Permanent, Processor
+from .app import Context, Limits, Permanent, Processor
 
-__all__ = ["Context", "Permanent", "Processor"]
+__all__ = ["Context", "Limits", "Permanent", "Processor"]

@@ -53,8 +53,10 @@ def _complaint(trial: Trial) -> str:
     return f"{trial.verdict.upper():8} {trial.fault.name}: {words}"
 
 
-def witnesses(red: Iterable[Red]) -> list[str]:
-    """The tests, by file and name; one with several parameters is named once, with its number."""
+def witnesses(red: Iterable[Red], *, plain: bool = False) -> list[str]:
+    """The tests, by file and name; one with several parameters is named once, with its number unless `plain`."""
+    if plain:
+        return list(dict.fromkeys(_short(one.test) for one in sorted(red, key=lambda one: one.hung)))
     names = Counter((_short(one.test), one.hung) for one in red)
     return [
         f"{name}{f' × {count}' if count > 1 else ''}{HUNG if hung else ''}" for (name, hung), count in names.items()

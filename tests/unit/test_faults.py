@@ -323,14 +323,36 @@ def test_trials_share_an_initdb_and_no_server(tmp_path: Path, monkeypatch: pytes
 
 def test_a_later_run_keeps_what_it_did_not_try_again(tmp_path: Path) -> None:
     first = [Trial(NOTICED, Verdict.NOTICED, [Red("test_one")]), Trial(LATE, Verdict.HOLE)]
-    keep(first, [], tmp_path / "found.json", [NOTICED, LATE, STALE])
+    keep(first, tmp_path / "found.json", [NOTICED, LATE, STALE])
     before = report.read((tmp_path / "found.json").read_text(), [NOTICED, LATE])
-    keep([Trial(LATE, Verdict.NOTICED, [Red("test_two", hung=True)])], before, tmp_path / "found.json", [LATE, NOTICED])
+    now = Trial(LATE, Verdict.NOTICED, [Red("test_two", hung=True)])
+    keep([*before, now], tmp_path / "found.json", [LATE, NOTICED])
     told = json.loads((tmp_path / "found.json").read_text())
     assert [(one["fault"], one["verdict"], one["red"]) for one in told] == [
         ("late", "noticed", [{"test": "test_two", "hung": True}]),
         ("noticed", "noticed", [{"test": "test_one", "hung": False}]),
     ]
+
+
+class EndedBench(Bench):
+    """One whose run is ended when a fault is planted the second time."""
+
+    def attempt(self, fault: Fault) -> Trial:
+        if fault is LATE:
+            raise KeyboardInterrupt
+        return Trial(fault, Verdict.NOTICED, [Red("tests/test_one.py::test_one")])
+
+
+def test_a_run_that_is_ended_keeps_what_it_found_and_the_next_one_tries_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tree").mkdir()
+    found, faults = str(tmp_path / "found.json"), [NOTICED, LATE]
+    with pytest.raises(KeyboardInterrupt):
+        main(["--json", found], faults=faults, bench=EndedBench(tmp_path / "tree"))
+    capsys.readouterr()
+    assert main(["--list", "--rest", "--merge", found], faults=faults) == 0
+    assert capsys.readouterr().out == f"{report.listed([LATE])}\n"
 
 
 def test_a_fault_that_breaks_nothing_is_a_hole_and_fails_the_run(bad: Found) -> None:

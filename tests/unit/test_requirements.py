@@ -105,6 +105,24 @@ def test_a_test_has_the_same_name_with_and_without_a_group_of_workers(tmp_path: 
     assert (tmp_path / "alone.json").read_bytes() == (tmp_path / "grouped.json").read_bytes()
 
 
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]])
+def test_a_test_that_passes_when_it_is_tried_again_counts_as_passed(tmp_path: Path, workers: list[str]) -> None:
+    tests = """
+import pytest
+
+@pytest.mark.requirement("EM-01")
+def test_passes_at_the_second_try(tmp_path_factory):
+    tried = tmp_path_factory.getbasetemp() / "tried"
+    if not tried.exists():
+        tried.touch()
+        raise RuntimeError
+"""
+    done = run_pytest(tmp_path, tests, "--requirements", "map.json", "--reruns", "1", *workers)
+    assert done.returncode == 0, done.stdout
+    (told,) = json.loads((tmp_path / "map.json").read_text())["EM-01"]
+    assert told["outcome"] == "passed"
+
+
 def test_nothing_is_written_unless_asked_for(tmp_path: Path) -> None:
     run_pytest(tmp_path, TESTS)
     assert not list(tmp_path.glob("**/*.json"))

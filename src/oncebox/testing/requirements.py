@@ -62,6 +62,8 @@ class _Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         outcome = "xfailed" if report.skipped and hasattr(report, "wasxfail") else report.outcome
+        if outcome not in _SEVERITY:  # a failure after which pytest-rerunfailures tries the test again: that one counts
+            return
         for name, value in report.user_properties:
             if name == _PROPERTY:
                 tests, test = self._outcomes[str(value)], _WORKERS.sub("", report.nodeid)

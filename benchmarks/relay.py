@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 ORDERED = 10_000  # keys
+BROKER_BARS = {"valkey": 0.5, "kafka": 0.75}
 STORE_LOOP = "our store's loop, no Spark, 2 processes"
 YARDSTICK = "bare psycopg loop, one table"
 PATIENCE = 600.0
@@ -189,7 +190,7 @@ def brokers(server: PostgreSQL, scale: Scale) -> list[Result]:
                     figures=figures,
                     baseline=base,
                     baseline_is="the bare client alone, or our store's loop, whichever is less",
-                    bar=Bar(0.5),
+                    bar=Bar(BROKER_BARS[name]),
                     shortfall=SHORTFALL,
                 )
             )

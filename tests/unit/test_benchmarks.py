@@ -39,7 +39,7 @@ RELAY_BARS = {
     "relay-receipts": "≥ 0.65",
     "relay-ordered": "≥ 0.75",
     "relay-valkey": "≥ 0.5",
-    "relay-kafka": "≥ 0.5",
+    "relay-kafka": "≥ 0.75",
     "latency-p50": "≤ 1",
     "latency-p99": "≤ 1",
     "latency-max": "≤ 1",

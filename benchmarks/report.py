@@ -40,6 +40,11 @@ machine only: {machine}.
   exponent 0.99 (its continuous form), scattered over all of them. Both stand beside 10,000 keys, evenly; all take
   turns, each over new events. Memory is that of the first turn: the same workers go on, from one state store to the
   next, too, and give little back to the system.
+- **Partitions** are streams of Valkey, read by the processor's own scheduler and task loop, with state in RocksDB and
+  without Spark, whose JVM would be most of what is measured. **Concurrent handlers** run in one engine on SQLite.
+- **The chain** is a producer, `oncebox.spark.relay`, Kafka and `oncebox.spark.process` on one session, with state in
+  PostgreSQL. Its latency runs from before the commit of the insert until the commit of the effect notifies the
+  benchmark.
 - **Costs** (ms) compare one call in two situations, call by call in turns; the bar is an upper one.
 - **WAL and dead tuples** are counted, not timed: what an event leaves in the log and in the tables.
 - PostgreSQL runs with `fsync` on and {settings}. SQLite runs with `synchronous` FULL on both

@@ -23,10 +23,12 @@ from oncebox.event import Claim, Event, NewEvent, State
 from oncebox.processor.memory import decoded
 from oncebox.processor.parts import AtStep
 from oncebox.processor.records import DeadLetter, dead_letter_from
-from oncebox.processor.scheduler import Scheduler
+from oncebox.processor.scheduler import PartitionFailed, Scheduler
 from oncebox.publishers.base import Deadline
 from oncebox.publishers.valkey import stream_of
+from oncebox.spark import processing
 from oncebox.spark.processing import open_scheduler
+from oncebox.spark.reports import Failure, TaskEnded
 from oncebox.spark.shifts import Ticket
 from oncebox.states.base import Space
 from oncebox.wiring import open_publisher, open_state, open_store
@@ -267,8 +269,11 @@ class Turns:
         self.handled = self.skipped = self.dead = 0
 
     def turn(self) -> None:
-        """One step of each partition; a partition that cannot be had is left."""
-        done = self.scheduler.turn()
+        """One batch of each partition; one that cannot be had is left. Raises `TaskEnded`, as a task of Spark does."""
+        try:
+            done = self.scheduler.turn()
+        except PartitionFailed as failed:
+            raise TaskEnded(Failure.of(failed.error, failed.partition)) from failed.error
         self.handled += done.handled
         self.skipped += done.skipped
         self.dead += done.dead
@@ -286,6 +291,7 @@ class Turns:
 
 @contextmanager
 def at_desk(order: Order, at: AtStep = lambda _: None) -> Iterator[Turns]:
-    """A processor in this process."""
+    """A processor in this process, which keeps no connection: some tests copy its database then."""
     with ExitStack() as stack:
+        stack.callback(processing.KEEPER.clear)
         yield Turns(open_scheduler(order.work(), Ticket("here", 1, 0, False), stack, at=at))

@@ -13,7 +13,7 @@ from oncebox.errors import StoreRefused, StoreUnavailable
 from oncebox.outage import at_the_end, outlast
 from oncebox.relay.living import this_process
 from oncebox.relay.watchdog import StallWatch, Watchdog
-from oncebox.stores.living import REAPER_KIND
+from oncebox.stores.living import REAPER_KIND, REAPER_SILENCE_MAX, Worker, reaps
 from tests.relay.stage import Stage, patiently, warnings
 
 SHORT = Timing(
@@ -220,3 +220,14 @@ def test_what_a_last_call_raises_is_raised() -> None:
 
     with pytest.raises(StoreUnavailable):
         at_the_end(refused)
+
+
+@pytest.mark.requirement("LR-020")
+@pytest.mark.parametrize(("beyond", "reaping"), [(timedelta(0), True), (timedelta(seconds=2), False)])
+def test_a_reaper_that_has_been_silent_for_long_counts_as_none(beyond: timedelta, reaping: bool) -> None:
+    silent_for = REAPER_SILENCE_MAX * timedelta(seconds=10) + beyond
+    details = {"interval": 10.0}
+    reaper = Worker(
+        worker_id="reaper/1", kind=REAPER_KIND, host="host-1", pid=42, details=details, silent_for=silent_for
+    )
+    assert reaps(reaper) is reaping

@@ -145,7 +145,8 @@ def test_the_order_to_stop_arrives_though_a_connection_is_from_before_a_failover
     with PostgreSQL() as primary, Standby(primary) as standby:
         hosts = f"127.0.0.1:{primary.port},127.0.0.1:{standby.port}"
         url = f"postgresql://{primary.user}:{primary.password}@{hosts}/postgres?target_session_attrs=read-write"
-        store, other = open_store(url, check_schema=False), open_store(url, check_schema=False)
+        store = open_store(url, check_schema=False)
+        other = open_store(f"{url}&application_name=other", check_schema=False)  # so it shares no connection
         store.migrate()
         relay = Presence(lambda: store, "relay/idle", BRIEF, {})
         relay.begin(store)

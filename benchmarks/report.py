@@ -44,7 +44,7 @@ machine only: {machine}.
   without Spark, whose JVM would be most of what is measured. **Concurrent handlers** run in one engine on SQLite.
 - **The chain** is a producer, `oncebox.spark.relay`, Kafka and `oncebox.spark.process` on one session, with state in
   PostgreSQL. Its latency runs from before the commit of the insert until the commit of the effect notifies the
-  benchmark.
+  benchmark. At full load the bottleneck is the stage that ends longest after the one before it.
 - **Costs** (ms) compare one call in two situations, call by call in turns; the bar is an upper one.
 - **WAL and dead tuples** are counted, not timed: what an event leaves in the log and in the tables.
 - PostgreSQL runs with `fsync` on and {settings}. SQLite runs with `synchronous` FULL on both

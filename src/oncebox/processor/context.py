@@ -14,7 +14,7 @@ from .waiting import Tried
 
 
 class NoOutbox(InvalidSetting):
-    """A handler emits, and nobody said where to: the processor stops, and no event is blamed for it."""
+    """A handler emits, and no outbox was given: the processor stops, and no event is blamed for it."""
 
 
 class Resources:

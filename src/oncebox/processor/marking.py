@@ -36,7 +36,7 @@ class Marking:
         self._run_noted = self._run_noted or len(batch) == 1
 
     def unmark(self, batch: Sequence[Tried] = ()) -> None:
-        """Nobody died. When the state store does not even take that, this process remembers whom not to blame."""
+        """No process died. If the state store does not take that, this process remembers which event not to blame."""
         try:
             self._state.commit([Write(Space.CHECKPOINTS, records.STARTED, None)])
         except OnceboxError:

@@ -196,7 +196,7 @@ class Taking:
         return len(done)
 
     def pass_over(self) -> None:
-        """Duplicates alone move the checkpoint too: later nobody would know them, or the log would not have them."""
+        """Duplicates alone move the checkpoint, too: later the inbox may have forgotten them, or the log lost them."""
         if not self._passed:
             return
         self._state.commit([Write(Space.CHECKPOINTS, self._checkpoint, records.progress_bytes(self._tracker.progress))])

@@ -175,7 +175,7 @@ class GroupOffsets:
         return any(number in self._due or number in self._asked for number in numbers)
 
     def forget(self, number: int) -> None:
-        """Nothing more is told of it, nor told again: its next reader may be elsewhere, and further."""
+        """Commit no more offsets of it: its next reader may be in another process, and further."""
         self._due.pop(number, None)
         if number in self._asked:
             self._asked[number] = None

@@ -153,7 +153,7 @@ class KafkaPartition(SourcePartition):
         return bool(self.buffer.records or self._gone or self._error or self.away)
 
     def ack(self, messages: Sequence[Message]) -> None:
-        """Tell the broker how far all is done, for tools that show lag; nobody waits for it."""
+        """Tell the broker how far all is done, for tools that show lag; returns at once."""
         self._held.difference_update([message.position[0] for message in messages])
         if messages and self._open:
             self._tell()
